@@ -1,0 +1,1 @@
+"""Llama-family decoders: their configuration, parameters, rotary frequencies and computation."""
