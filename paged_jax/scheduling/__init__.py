@@ -1,0 +1,1 @@
+"""Who computes what in each iteration: requests, batches and the scheduler. No jax."""

@@ -1,0 +1,116 @@
+"""A request and the sequences it asks for."""
+
+import enum
+import itertools
+from dataclasses import dataclass, field
+from typing import Literal
+
+from paged_jax.scheduling.sampling_params import SamplingParams
+
+FinishReason = Literal["stop", "length", "abort", "error"]
+
+_seq_ids = itertools.count()
+
+
+class SequenceStatus(enum.Enum):
+    WAITING = enum.auto()  # holds no memory; new, or preempted
+    RUNNING = enum.auto()  # holds a block table
+    FINISHED = enum.auto()
+
+
+class Sequence:
+    """One of a request's `n` continuations: its tokens and how far they are computed.
+
+    The last token of a running sequence has just been sampled: its keys and values are computed
+    when it is fed back to yield the next one. Those of a sequence's very last token are therefore
+    never needed, and a sequence that ends with L tokens takes L - 1 slots.
+    """
+
+    __slots__ = (
+        "end_token_ids",  # frozenset of those that end it; the scheduler adds EOS
+        "finish_reason",  # FinishReason | None
+        "index",  # which of the request's n sequences
+        "max_num_tokens",  # length at which it ends, prompt included
+        "min_num_tokens",  # length below which no token ends it, prompt included
+        "num_computed_tokens",  # tokens whose keys and values are in the cache
+        "num_preemptions",
+        "num_prompt_tokens",
+        "request",
+        "sampling_seed",  # uint32: its own random stream
+        "seq_id",  # unique in the process
+        "status",
+        "stop_reason",  # the stop token id or stop string that ended it; None for EOS
+        "token_ids",  # prompt, then what was generated
+    )
+
+    def __init__(self, request: "Request", index: int):
+        params = request.params
+        self.seq_id = next(_seq_ids)
+        self.request = request
+        self.index = index
+        self.token_ids = list(request.prompt_token_ids)
+        self.num_prompt_tokens = len(self.token_ids)
+        self.max_num_tokens = self.num_prompt_tokens + params.max_tokens
+        self.min_num_tokens = self.num_prompt_tokens + params.min_tokens
+        self.num_computed_tokens = 0
+        self.num_preemptions = 0
+        self.status = SequenceStatus.WAITING
+        self.finish_reason: FinishReason | None = None
+        self.stop_reason: int | str | None = None
+        self.end_token_ids = frozenset(params.stop_token_ids)
+        # An odd multiplier keeps a request's streams apart, the golden ratio those of
+        # neighbouring seeds.
+        self.sampling_seed = (request.seed + index * 0x9E3779B9) % 2**32
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.token_ids)
+
+    @property
+    def num_output_tokens(self) -> int:
+        return len(self.token_ids) - self.num_prompt_tokens
+
+    @property
+    def output_token_ids(self) -> list[int]:
+        """A copy of the generated tokens."""
+        return self.token_ids[self.num_prompt_tokens :]
+
+    @property
+    def max_num_slots(self) -> int:
+        """The most KV slots it can come to need."""
+        return self.max_num_tokens - 1
+
+    @property
+    def is_finished(self) -> bool:
+        return self.status is SequenceStatus.FINISHED
+
+    def __repr__(self) -> str:
+        return (
+            f"Sequence({self.seq_id} of {self.request.request_id!r}, {self.status.name}, "
+            f"{self.num_computed_tokens}/{self.num_tokens} tokens computed)"
+        )
+
+
+@dataclass(slots=True, eq=False)
+class Request:
+    """A prompt, how to continue it, and the `n` sequences that do.
+
+    `seed` is `params.seed`, or one that the engine chose; `arrival_time` is in seconds on the
+    engine's monotonic clock. ValueError for an empty prompt.
+    """
+
+    request_id: str
+    prompt_token_ids: tuple[int, ...]
+    params: SamplingParams
+    arrival_time: float
+    seed: int
+    sequences: list[Sequence] = field(init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        if not self.prompt_token_ids:
+            raise ValueError(f"request {self.request_id!r}: the prompt is empty")
+        self.sequences = [Sequence(self, index) for index in range(self.params.n)]
+
+    @property
+    def is_finished(self) -> bool:
+        return all(seq.is_finished for seq in self.sequences)

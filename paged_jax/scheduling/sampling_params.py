@@ -1,0 +1,131 @@
+"""What a caller asks of a request's sampling; names and meanings follow vLLM's."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from numbers import Integral, Real
+from typing import Any
+
+MAX_LOGPROBS = 20
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingParams:
+    """Checked on construction: ValueError names the parameter and the value it had.
+
+    `top_k` 0 or -1, `top_p` 1 and `min_p` 0 are off; temperature 0 is greedy. `stop` may be one
+    string or several. `min_tokens` tokens are generated before a stop token, EOS or a stop string
+    may end the sequence. `logprobs` asks for the log-probabilities of the sampled token and of
+    that many most likely ones.
+    """
+
+    n: int = 1
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    seed: int | None = None
+    max_tokens: int = 16
+    min_tokens: int = 0
+    stop: str | Sequence[str] = ()
+    stop_token_ids: Sequence[int] = ()
+    ignore_eos: bool = False
+    logprobs: int | None = None
+    include_stop_str_in_output: bool = False
+    skip_special_tokens: bool = True
+
+    def __post_init__(self) -> None:
+        self._int("n", low=1)
+        self._float("temperature", low=0.0)
+        self._int("top_k", low=-1)
+        self._float("top_p", low=0.0, high=1.0, above_low=True)
+        self._float("min_p", low=0.0, high=1.0)
+        self._float("repetition_penalty", low=0.0, above_low=True)
+        self._float("presence_penalty", low=-2.0, high=2.0)
+        self._float("frequency_penalty", low=-2.0, high=2.0)
+        if self.seed is not None:
+            self._int("seed", low=0)
+        self._int("max_tokens", low=1)
+        self._int("min_tokens", low=0)
+        if self.min_tokens > self.max_tokens:
+            raise ValueError(
+                f"min_tokens {self.min_tokens} is greater than max_tokens {self.max_tokens}"
+            )
+        self._set("stop", _strings("stop", self.stop))
+        self._set("stop_token_ids", _token_ids("stop_token_ids", self.stop_token_ids))
+        if self.logprobs is not None:
+            self._int("logprobs", low=0, high=MAX_LOGPROBS)
+        for name in ("ignore_eos", "include_stop_str_in_output", "skip_special_tokens"):
+            if not isinstance(getattr(self, name), bool):
+                raise ValueError(f"{name} must be True or False, got {getattr(self, name)!r}")
+
+    @property
+    def is_greedy(self) -> bool:
+        return self.temperature == 0.0
+
+    @property
+    def has_penalties(self) -> bool:
+        """Whether sampling depends on the tokens so far."""
+        return (
+            self.repetition_penalty != 1.0
+            or self.presence_penalty != 0.0
+            or self.frequency_penalty != 0.0
+        )
+
+    @property
+    def stop_strings(self) -> tuple[str, ...]:
+        """`stop` as a tuple."""
+        return self.stop  # type: ignore[return-value]  # normalised on construction
+
+    def _set(self, name: str, value: Any) -> None:
+        object.__setattr__(self, name, value)
+
+    def _int(self, name: str, *, low: int, high: int | None = None) -> None:
+        value = getattr(self, name)
+        if isinstance(value, bool) or not isinstance(value, Integral):
+            raise ValueError(f"{name} must be an integer, got {value!r}")
+        number = int(value)
+        if number < low or (high is not None and number > high):
+            bound = f"at least {low}" if high is None else f"between {low} and {high}"
+            raise ValueError(f"{name} must be {bound}, got {value!r}")
+        self._set(name, number)
+
+    def _float(
+        self, name: str, *, low: float, high: float = math.inf, above_low: bool = False
+    ) -> None:
+        value = getattr(self, name)
+        if isinstance(value, bool) or not isinstance(value, Real):
+            raise ValueError(f"{name} must be a number, got {value!r}")
+        number = float(value)
+        if not math.isfinite(number):
+            raise ValueError(f"{name} must be finite, got {value!r}")
+        if not low <= number <= high or (above_low and number == low):
+            bound = f"above {low}" if above_low else f"at least {low}"
+            if high != math.inf:
+                bound += f" and at most {high}"
+            raise ValueError(f"{name} must be {bound}, got {value!r}")
+        self._set(name, number)
+
+
+def _strings(name: str, value: Any) -> tuple[str, ...]:
+    strings = (value,) if isinstance(value, str) else value
+    if not isinstance(strings, Sequence):
+        raise ValueError(f"{name} must be a string or a sequence of strings, got {value!r}")
+    for string in strings:
+        if not isinstance(string, str):
+            raise ValueError(f"{name} must hold strings, got {string!r}")
+        if not string:
+            raise ValueError(f"{name} must not hold an empty string, got {value!r}")
+    return tuple(strings)
+
+
+def _token_ids(name: str, value: Any) -> tuple[int, ...]:
+    if isinstance(value, str) or not isinstance(value, Sequence):
+        raise ValueError(f"{name} must be a sequence of token ids, got {value!r}")
+    for token in value:
+        if isinstance(token, bool) or not isinstance(token, Integral) or int(token) < 0:
+            raise ValueError(f"{name} must hold token ids of at least 0, got {token!r}")
+    return tuple(int(token) for token in value)
