@@ -1,0 +1,53 @@
+"""Workloads: traces, conversations, prompts and length distributions, as requests."""
+
+from paged_jax.workloads.arrivals import arrive_as_traced, arrive_at_once, arrive_poisson
+from paged_jax.workloads.azure import AzureRow, azure_requests, read_azure
+from paged_jax.workloads.build import ARRIVALS, KINDS, build_workload
+from paged_jax.workloads.lengths import (
+    PUBLISHED_LENGTHS,
+    Lengths,
+    LogNormal,
+    Uniform,
+    length_requests,
+)
+from paged_jax.workloads.limits import LimitReport, limit_lengths
+from paged_jax.workloads.mooncake import MooncakeRow, mooncake_requests, read_mooncake
+from paged_jax.workloads.prompts import prompt_requests, read_prompts
+from paged_jax.workloads.request import WorkloadRequest
+from paged_jax.workloads.sharegpt import (
+    ShareGPTReport,
+    find_packaged_sharegpt,
+    read_sharegpt,
+    sharegpt_requests,
+)
+from paged_jax.workloads.synthetic import VocabRange
+
+__all__ = [
+    "ARRIVALS",
+    "KINDS",
+    "PUBLISHED_LENGTHS",
+    "AzureRow",
+    "Lengths",
+    "LimitReport",
+    "LogNormal",
+    "MooncakeRow",
+    "ShareGPTReport",
+    "Uniform",
+    "VocabRange",
+    "WorkloadRequest",
+    "arrive_as_traced",
+    "arrive_at_once",
+    "arrive_poisson",
+    "azure_requests",
+    "build_workload",
+    "find_packaged_sharegpt",
+    "length_requests",
+    "limit_lengths",
+    "mooncake_requests",
+    "prompt_requests",
+    "read_azure",
+    "read_mooncake",
+    "read_prompts",
+    "read_sharegpt",
+    "sharegpt_requests",
+]

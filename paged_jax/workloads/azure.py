@@ -1,0 +1,69 @@
+"""The Azure LLM inference traces: CSV with TIMESTAMP, ContextTokens, GeneratedTokens."""
+
+import csv
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from datetime import datetime
+from pathlib import Path
+
+import numpy as np
+
+from paged_jax.workloads.files import line_error, read_lines, token_count
+from paged_jax.workloads.request import WorkloadRequest
+from paged_jax.workloads.synthetic import VocabRange, random_token_ids
+
+COLUMNS = ("TIMESTAMP", "ContextTokens", "GeneratedTokens")
+
+
+@dataclass(frozen=True, slots=True)
+class AzureRow:
+    arrival_s: float  # after the first row
+    num_prompt_tokens: int
+    num_output_tokens: int
+
+
+def read_azure(path: str | Path) -> list[AzureRow]:
+    """All rows of the trace. ValueError names the first line that does not parse."""
+    lines = read_lines(path)
+    _, header = next(lines, (1, ""))
+    names = [name.strip() for name in header.split(",")]
+    if missing := [name for name in COLUMNS if name not in names]:
+        raise line_error(path, 1, f"no column {', '.join(missing)} in the header {header!r}")
+    columns = [names.index(name) for name in COLUMNS]
+    rows: list[AzureRow] = []
+    first: datetime | None = None
+    for number, line in lines:
+        if not line.strip():
+            continue
+        try:
+            fields = next(csv.reader([line], strict=True))
+            if len(fields) != len(names):
+                raise ValueError(f"{len(names)} fields expected, got {len(fields)} in {line!r}")
+            stamp, context, generated = (fields[column] for column in columns)
+            time = datetime.fromisoformat(stamp.strip())
+            first = first or time
+            row = AzureRow(
+                (time - first).total_seconds(),
+                token_count(context, "ContextTokens"),
+                token_count(generated, "GeneratedTokens"),
+            )
+            if rows and row.arrival_s < rows[-1].arrival_s:
+                raise ValueError(f"TIMESTAMP {stamp} lies before the line above it")
+        # TypeError: a timestamp with a time zone minus one without.
+        except (ValueError, TypeError, csv.Error) as error:
+            raise line_error(path, number, str(error)) from None
+        rows.append(row)
+    if not rows:
+        raise ValueError(f"{path}: no request under the header")
+    return rows
+
+
+def azure_requests(
+    rows: Sequence[AzureRow], *, vocab: VocabRange, seed: int, ignore_eos: bool = True
+) -> Iterator[WorkloadRequest]:
+    """Requests of the traced lengths and times, with random prompts."""
+    for index, row in enumerate(rows):
+        # A generator for each request: its prompt does not depend on which others are read.
+        rng = np.random.default_rng([seed, index])
+        prompt = tuple(random_token_ids(rng, row.num_prompt_tokens, vocab))
+        yield WorkloadRequest(prompt, row.num_output_tokens, ignore_eos, row.arrival_s)

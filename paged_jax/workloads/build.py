@@ -1,0 +1,169 @@
+"""From a workload's name and options to its requests: what the experiments call."""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import get_args
+
+from paged_jax.workloads.arrivals import arrive_as_traced, arrive_at_once, arrive_poisson
+from paged_jax.workloads.azure import azure_requests, read_azure
+from paged_jax.workloads.lengths import PUBLISHED_LENGTHS, Lengths, length_requests
+from paged_jax.workloads.limits import LimitReport, Overflow, limit_lengths
+from paged_jax.workloads.mooncake import mooncake_requests, read_mooncake
+from paged_jax.workloads.prompts import prompt_requests, read_prompts
+from paged_jax.workloads.request import WorkloadRequest
+from paged_jax.workloads.sharegpt import find_packaged_sharegpt, read_sharegpt, sharegpt_requests
+from paged_jax.workloads.synthetic import VocabRange
+
+KINDS = ("sharegpt", "azure", "mooncake", "lengths", "prompts")
+ARRIVALS = ("all_at_once", "poisson", "trace")
+TIMED_KINDS = ("azure", "mooncake")  # whose traces hold arrival times
+
+Encode = Callable[[str], Sequence[int]]
+
+
+def build_workload(
+    kind: str,
+    *,
+    max_model_len: int,
+    num_requests: int | None = None,
+    encode: Encode | None = None,
+    encode_prompt: Encode | None = None,
+    vocab: VocabRange | None = None,
+    trace: str | Path | None = None,
+    prompts: Sequence[str] | None = None,
+    lengths: Lengths | str = "sharegpt",
+    max_tokens: int | None = None,
+    ignore_eos: bool | None = None,
+    overflow: Overflow = "drop",
+    arrivals: str = "all_at_once",
+    rate: float | None = None,
+    speedup: float = 1.0,
+    seed: int = 0,
+) -> tuple[list[WorkloadRequest], list[str]]:
+    """The requests of a workload by order of arrival, and notes for the human who asked.
+
+    kind: sharegpt (`trace`, or the installed package), azure and mooncake (`trace`), lengths
+        (`lengths`, a name of PUBLISHED_LENGTHS or its own), prompts (`prompts`, or one a line in
+        `trace`).
+    encode: text to token ids, for sharegpt and prompts; `encode_prompt` is the same with what the
+        model wants around a prompt (a chat template), `encode` where it is not given.
+    vocab: the ids of synthetic prompts, for azure, mooncake and lengths.
+    num_requests: how many; None takes all there are (lengths has no all).
+    max_tokens: caps every output; for prompts, which have no output lengths, it is the length.
+    ignore_eos: None means outputs of exactly the given length, except for prompts.
+    overflow: drop or clip a request whose prompt and output exceed `max_model_len`.
+    arrivals: all_at_once, poisson (at `rate` requests/s) or trace (`speedup` times as fast).
+    Raises ValueError, in one line, on whatever cannot be.
+    """
+    _require_choice("workload", kind, KINDS)
+    _require_choice("arrivals", arrivals, ARRIVALS)
+    _require_choice("overflow", overflow, get_args(Overflow))
+    if (rate is not None) != (arrivals == "poisson"):
+        raise ValueError(f"a rate goes with poisson arrivals, got {rate=} and {arrivals=}")
+    if speedup != 1 and arrivals != "trace":
+        raise ValueError(f"a speed-up goes with trace arrivals, got {speedup=} and {arrivals=}")
+    if arrivals == "trace" and kind not in TIMED_KINDS:
+        raise ValueError(f"the {kind} workload has no arrival times; {TIMED_KINDS} have")
+    if max_tokens is not None and max_tokens < 1:
+        raise ValueError(f"max_tokens must be at least 1, got {max_tokens}")
+    if num_requests is not None and num_requests < 1:
+        raise ValueError(f"num_requests must be at least 1, got {num_requests}")
+    if trace is not None and kind == "lengths":
+        raise ValueError(f"the lengths workload reads no trace, got {str(trace)!r}")
+    if trace is not None and prompts is not None:
+        raise ValueError("prompts come from a list or from a file, got both")
+    if prompts is not None and kind != "prompts":
+        raise ValueError(f"prompts go with the prompts workload, not with {kind}")
+
+    path = None if trace is None else Path(trace)
+    fixed_lengths = kind != "prompts" if ignore_eos is None else ignore_eos
+    notes: list[str] = []
+    drawn: Iterator[WorkloadRequest]
+    match kind:
+        case "sharegpt":
+            exchanges, report = read_sharegpt(path or find_packaged_sharegpt())
+            notes += report.notes()
+            encode = _require(encode, kind, "encode")
+            drawn = sharegpt_requests(
+                exchanges,
+                encode=encode,
+                encode_prompt=encode_prompt or encode,
+                seed=seed,
+                ignore_eos=fixed_lengths,
+            )
+        case "azure":
+            rows = read_azure(_require(path, kind, "trace"))
+            vocab = _require(vocab, kind, "vocab")
+            drawn = azure_requests(rows, vocab=vocab, seed=seed, ignore_eos=fixed_lengths)
+        case "mooncake":
+            blocks = read_mooncake(_require(path, kind, "trace"))
+            vocab = _require(vocab, kind, "vocab")
+            drawn = mooncake_requests(blocks, vocab=vocab, seed=seed, ignore_eos=fixed_lengths)
+        case "lengths":
+            if isinstance(lengths, str):
+                _require_choice("lengths", lengths, tuple(PUBLISHED_LENGTHS))
+                lengths = PUBLISHED_LENGTHS[lengths]
+            drawn = length_requests(
+                lengths,
+                _require(num_requests, kind, "num_requests"),
+                vocab=_require(vocab, kind, "vocab"),
+                seed=seed,
+                ignore_eos=fixed_lengths,
+            )
+        case _:
+            if prompts is None:
+                prompts, num_blank = read_prompts(_require(path, kind, "prompts or trace"))
+                notes += [f"prompts: skipped {num_blank} blank lines"] if num_blank else []
+            drawn = prompt_requests(
+                prompts,
+                encode=encode_prompt or _require(encode, kind, "encode"),
+                max_tokens=_require(max_tokens, kind, "max_tokens"),
+                ignore_eos=fixed_lengths,
+            )
+
+    if max_tokens is not None:
+        drawn = (
+            replace(request, max_tokens=min(request.max_tokens, max_tokens)) for request in drawn
+        )
+    requests, limits = limit_lengths(
+        drawn, max_model_len, overflow=overflow, num_requests=num_requests
+    )
+    notes += _limit_notes(kind, limits)
+    if not requests:
+        raise ValueError(
+            f"{kind}: no request left; {limits.dropped} longer than {max_model_len=} dropped"
+        )
+    if num_requests is not None and len(requests) < num_requests:
+        notes.append(f"{kind}: {len(requests)} requests, not the {num_requests} asked for")
+    match arrivals:
+        case "poisson":
+            return arrive_poisson(requests, rate=_require(rate, kind, "rate"), seed=seed), notes
+        case "trace":
+            return arrive_as_traced(requests, speedup=speedup), notes
+        case _:
+            return arrive_at_once(requests), notes
+
+
+def _require_choice(what: str, value: str, choices: Sequence[str]) -> None:
+    if value not in choices:
+        raise ValueError(f"unknown {what} {value!r}; one of {', '.join(choices)}")
+
+
+def _require[T](value: T | None, kind: str, option: str) -> T:
+    if value is None:
+        raise ValueError(f"the {kind} workload needs {option}")
+    return value
+
+
+def _limit_notes(kind: str, limits: LimitReport) -> list[str]:
+    over = f"longer than {limits.max_model_len} tokens"
+    notes = []
+    if limits.dropped:
+        notes.append(f"{kind}: dropped {limits.dropped} requests {over}")
+    if limits.clipped_prompts or limits.clipped_outputs:
+        notes.append(
+            f"{kind}: clipped {limits.clipped_prompts} prompts and {limits.clipped_outputs} "
+            f"outputs of requests {over}"
+        )
+    return notes

@@ -1,0 +1,28 @@
+"""What a workload yields: one request, before any engine has seen it."""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class WorkloadRequest:
+    """A prompt, how many tokens to generate for it, and when it arrives.
+
+    `prompt_token_ids` is what the model is given. `prompt` is the text it was made from, for a
+    human to read; None where the tokens are synthetic.
+    """
+
+    prompt_token_ids: tuple[int, ...]
+    max_tokens: int  # output tokens
+    ignore_eos: bool = True  # generate max_tokens whatever the model says
+    arrival_s: float = 0.0  # seconds after the start of the run
+    prompt: str | None = None
+
+    def __post_init__(self) -> None:
+        if not self.prompt_token_ids:
+            raise ValueError(f"a request needs at least one prompt token, {self.prompt=}")
+        if self.max_tokens < 1:
+            raise ValueError(f"a request needs at least one output token, got {self.max_tokens}")
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        return len(self.prompt_token_ids)
