@@ -1,0 +1,25 @@
+#!/usr/bin/env bash
+# Lint, types, layers, tests, in this order; stops at the first that fails, with its exit code.
+#   scripts/test.sh                          everything
+#   scripts/test.sh tests/test_x.py -k name  the same checks, with these arguments for pytest
+#   JAX_PLATFORMS=cuda scripts/test.sh       the tests on a GPU instead of the CPU
+set -euo pipefail
+# shellcheck source=scripts/_env.sh
+source "$(dirname "${BASH_SOURCE[0]}")/_env.sh"
+
+export JAX_PLATFORMS="${JAX_PLATFORMS:-cpu}"
+extras="test"
+[[ $JAX_PLATFORMS == *cuda* ]] && extras="test,cuda12"
+ensure_environment "$extras"
+cd "$root"
+
+step() {
+  say "== $*"
+  "$@"
+}
+
+step ruff check .
+step ruff format --check .
+step mypy
+step lint-imports
+step pytest "$@"
