@@ -41,6 +41,7 @@ class SamplingParams:
         self._int("n", low=1)
         self._float("temperature", low=0.0)
         self._int("top_k", low=-1)
+        self._set("top_k", max(self.top_k, 0))
         self._float("top_p", low=0.0, high=1.0, above_low=True)
         self._float("min_p", low=0.0, high=1.0)
         self._float("repetition_penalty", low=0.0, above_low=True)
@@ -83,13 +84,13 @@ class SamplingParams:
     def _set(self, name: str, value: Any) -> None:
         object.__setattr__(self, name, value)
 
-    def _int(self, name: str, *, low: int, high: int | None = None) -> None:
+    def _int(self, name: str, *, low: int, high: float = math.inf) -> None:
         value = getattr(self, name)
         if isinstance(value, bool) or not isinstance(value, Integral):
             raise ValueError(f"{name} must be an integer, got {value!r}")
         number = int(value)
-        if number < low or (high is not None and number > high):
-            bound = f"at least {low}" if high is None else f"between {low} and {high}"
+        if not low <= number <= high:
+            bound = f"at least {low}" if high == math.inf else f"between {low} and {high}"
             raise ValueError(f"{name} must be {bound}, got {value!r}")
         self._set(name, number)
 

@@ -1,0 +1,249 @@
+"""Block manager: tables cover exactly what was asked for, all or nothing, and nothing leaks."""
+
+import random
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, rule
+
+from paged_jax.memory.block_manager import BlockManager
+from paged_jax.memory.interface import MemoryManager
+from paged_jax.memory.usage import MemoryUsage
+
+
+def allocate(manager: MemoryManager, seq_id: int, num_tokens: int, keep: int = 0) -> bool:
+    return manager.allocate(
+        seq_id, num_tokens, max_num_tokens=2 * num_tokens, keep_free_blocks=keep
+    )
+
+
+def test_capacity_leaves_out_the_null_block():
+    manager = BlockManager(num_blocks=9, block_size=4)
+    assert manager.num_total_blocks == manager.num_free_blocks == 8
+    assert manager.can_ever_hold(32)
+    assert not manager.can_ever_hold(33)
+
+
+def test_a_table_grows_only_at_block_borders():
+    manager = BlockManager(num_blocks=9, block_size=4)
+    assert allocate(manager, 0, 3)
+    table = manager.block_table(0)
+    lengths = []
+    for num_tokens in range(4, 14):
+        assert manager.append(0, num_tokens)
+        lengths.append(len(table))
+    assert lengths == [1, 2, 2, 2, 2, 3, 3, 3, 3, 4]
+    assert manager.block_table(0) is table  # the live list: a mirror copies its tail
+
+
+def test_append_may_add_several_blocks_and_repeats_harmlessly():
+    manager = BlockManager(num_blocks=9, block_size=4)
+    allocate(manager, 0, 1)
+    assert manager.append(0, 17)
+    assert manager.append(0, 17)
+    assert manager.append(0, 2)
+    assert len(manager.block_table(0)) == 5
+
+
+def test_append_is_all_or_nothing():
+    manager = BlockManager(num_blocks=5, block_size=4)
+    allocate(manager, 0, 8)
+    allocate(manager, 1, 4)
+    before = list(manager.block_table(0))
+    assert not manager.append(0, 16)
+    assert manager.block_table(0) == before
+    assert manager.num_free_blocks == 1
+    assert manager.append(0, 12)
+
+
+def test_allocate_is_all_or_nothing_and_keeps_blocks_free():
+    manager = BlockManager(num_blocks=5, block_size=4)
+    assert not allocate(manager, 0, 17)
+    assert not allocate(manager, 0, 12, keep=2)
+    assert manager.num_free_blocks == 4
+    assert allocate(manager, 0, 12, keep=1)
+    assert manager.num_free_blocks == 1
+
+
+def test_freed_blocks_are_reused():
+    manager = BlockManager(num_blocks=5, block_size=4)
+    allocate(manager, 0, 8)
+    allocate(manager, 1, 8)
+    blocks = list(manager.block_table(0))
+    manager.free(0)
+    allocate(manager, 2, 8)
+    assert manager.block_table(2) == blocks
+
+
+def test_a_sequence_is_freed_once_and_allocated_once():
+    manager = BlockManager(num_blocks=5, block_size=4)
+    allocate(manager, 7, 4)
+    with pytest.raises(ValueError, match="sequence 7 has a block table already"):
+        allocate(manager, 7, 4)
+    manager.free(7)
+    with pytest.raises(KeyError, match="7"):
+        manager.free(7)
+    manager.check_invariants()
+
+
+def test_freeing_a_table_whose_block_is_free_already_raises_with_the_block():
+    manager = BlockManager(num_blocks=5, block_size=4)
+    allocate(manager, 0, 4)
+    manager.block_table(0).append(3)  # breaks the contract: the list is not the caller's
+    with pytest.raises(RuntimeError, match="block 3 is not in use"):
+        manager.free(0)
+
+
+@pytest.mark.parametrize("block_size", [0, -1])
+def test_block_size_must_be_positive(block_size):
+    with pytest.raises(ValueError, match=f"block_size must be at least 1, got {block_size}"):
+        BlockManager(num_blocks=4, block_size=block_size)
+
+
+def test_holes_between_sequences_are_usable():
+    """The paper's external fragmentation: two holes hold what fits neither of them."""
+    manager = BlockManager(num_blocks=9, block_size=4)
+    for seq_id in range(4):
+        assert allocate(manager, seq_id, 8)
+    manager.free(1)
+    manager.free(3)
+    assert allocate(manager, 4, 16)
+    assert manager.num_free_blocks == 0
+
+
+@pytest.mark.parametrize("num_tokens", [1, 3, 15, 16, 17, 31, 32, 33])
+def test_a_sequence_wastes_less_than_a_block(num_tokens):
+    """Where a reservation of 2048 slots wastes 2045 on a sequence of 3 tokens."""
+    manager = BlockManager(num_blocks=2048 // 16 + 1, block_size=16)
+    manager.allocate(0, 1, max_num_tokens=2048)
+    for length in range(2, num_tokens + 1):
+        manager.append(0, length)
+    usage = manager.usage({0: num_tokens})
+    assert usage.internal == -num_tokens % 16 <= 15
+    assert usage.reserved == usage.external == 0
+
+
+def test_usage_tells_tokens_to_come_from_waste():
+    manager = BlockManager(num_blocks=11, block_size=16)
+    allocate(manager, 0, 40)  # a prompt of which one chunk of 24 is computed
+    allocate(manager, 1, 16)
+    manager.append(1, 17)  # decodes into its second block
+    usage = manager.usage({0: 24, 1: 17})
+    assert usage == MemoryUsage(
+        token_states=41, reserved=16, internal=8 + 15, external=0, free=5 * 16
+    )
+    assert usage.total == manager.num_total_blocks * 16
+    assert sum(usage.shares().values()) == pytest.approx(1.0)
+    assert usage.shares()["token_states"] == pytest.approx(41 / 160)
+
+
+def test_usage_of_an_empty_pool_is_free():
+    assert BlockManager(num_blocks=3, block_size=2).usage({}).shares()["free"] == 1.0
+
+
+class ManagerMachine(RuleBasedStateMachine):
+    """Random allocate, append, free against a plain model: how many slots each sequence has."""
+
+    sequences = Bundle("sequences")
+    CAPACITY, BLOCK_SIZE = 12, 4
+
+    def __init__(self):
+        super().__init__()
+        self.manager = BlockManager(self.CAPACITY + 1, self.BLOCK_SIZE)
+        self.num_tokens: dict[int, int] = {}
+        self.tables: dict[int, list[int]] = {}  # as they were after the last step
+        self.next_id = 0
+
+    def blocks(self, num_tokens: int) -> int:
+        return (num_tokens + self.BLOCK_SIZE - 1) // self.BLOCK_SIZE
+
+    @property
+    def num_free(self) -> int:
+        return self.CAPACITY - sum(map(self.blocks, self.num_tokens.values()))
+
+    @rule(target=sequences, num_tokens=st.integers(1, 30), keep=st.integers(0, 3))
+    def allocate(self, num_tokens, keep):
+        seq_id, self.next_id = self.next_id, self.next_id + 1
+        fits = self.blocks(num_tokens) + keep <= self.num_free
+        assert allocate(self.manager, seq_id, num_tokens, keep) == fits
+        if fits:
+            self.num_tokens[seq_id] = num_tokens
+        return seq_id
+
+    @rule(seq_id=sequences, more=st.integers(1, 9))
+    def append(self, seq_id, more):
+        if seq_id not in self.num_tokens:
+            return
+        num_tokens = self.num_tokens[seq_id] + more
+        fits = self.blocks(num_tokens) - self.blocks(self.num_tokens[seq_id]) <= self.num_free
+        assert self.manager.append(seq_id, num_tokens) == fits
+        if fits:
+            self.num_tokens[seq_id] = num_tokens
+
+    @rule(seq_id=consumes(sequences))
+    def free(self, seq_id):
+        if self.num_tokens.pop(seq_id, None) is None:
+            with pytest.raises(KeyError):
+                self.manager.free(seq_id)
+        else:
+            self.manager.free(seq_id)
+            self.tables.pop(seq_id, None)
+
+    @invariant()
+    def nothing_leaks(self):
+        self.manager.check_invariants()
+        assert self.manager.num_free_blocks == self.num_free
+
+    @invariant()
+    def tables_grow_at_their_end_and_are_disjoint(self):
+        held: list[int] = []
+        for seq_id, num_tokens in self.num_tokens.items():
+            table = self.manager.block_table(seq_id)
+            before = self.tables.get(seq_id, [])
+            assert table[: len(before)] == before
+            assert len(table) == self.blocks(num_tokens)
+            self.tables[seq_id] = list(table)
+            held += table
+        assert len(set(held)) == len(held)
+
+    @invariant()
+    def usage_adds_up(self):
+        usage = self.manager.usage({seq_id: n // 2 for seq_id, n in self.num_tokens.items()})
+        assert usage.total == self.CAPACITY * self.BLOCK_SIZE
+        assert min(usage.shares().values()) >= 0
+
+
+TestManagerMachine = ManagerMachine.TestCase
+TestManagerMachine.settings = settings(
+    max_examples=150, stateful_step_count=50, deadline=None, derandomize=True
+)
+
+
+@pytest.mark.parametrize(("block_size", "num_blocks"), [(1, 60), (4, 20), (16, 10)])
+def test_a_long_random_walk_keeps_the_invariants(block_size, num_blocks):
+    rng = random.Random(block_size)
+    manager = BlockManager(num_blocks, block_size)
+    lengths: dict[int, int] = {}
+    for step in range(10_000):
+        action = rng.random()
+        if action < 0.3 or not lengths:
+            num_tokens = rng.randint(1, 40)
+            if allocate(manager, step, num_tokens):
+                lengths[step] = num_tokens
+        elif action < 0.8:
+            seq_id = rng.choice(list(lengths))
+            num_tokens = lengths[seq_id] + rng.randint(1, 5)
+            if manager.append(seq_id, num_tokens):
+                lengths[seq_id] = num_tokens
+        else:
+            seq_id = rng.choice(list(lengths))
+            manager.free(seq_id)
+            del lengths[seq_id]
+        manager.check_invariants()
+        usage = manager.usage(lengths)
+        assert usage.token_states == sum(lengths.values())
+        assert 0 <= usage.internal <= len(lengths) * (block_size - 1)
+    for seq_id in lengths:
+        manager.free(seq_id)
+    assert manager.num_free_blocks == manager.num_total_blocks

@@ -1,0 +1,188 @@
+"""Scheduler under random load: everything ends, in order, with the output of an idle machine."""
+
+import dataclasses
+import random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from scheduling_fakes import FakeExecutor, make_request, make_scheduler, outputs
+
+from paged_jax.scheduling.request import SequenceStatus
+
+
+@dataclasses.dataclass(frozen=True)
+class Load:
+    """One random workload: who arrives and leaves when (in iterations), and the limits."""
+
+    requests: list[dict]  # arguments of make_request
+    arrivals: list[int]
+    aborts: list[tuple[int, int]]  # (iteration, request), before or after the batch is planned
+    limits: dict
+
+
+def random_load(rng: random.Random) -> Load:
+    block_size = rng.choice([1, 2, 4, 16])
+    max_model_len = rng.randint(2, 60)
+    num_requests = rng.randint(1, 12)
+    requests = []
+    for i in range(num_requests):
+        num_prompt = rng.randint(1, max_model_len - 1)
+        max_tokens = rng.randint(1, max_model_len - num_prompt)
+        requests.append(
+            {
+                "num_prompt": num_prompt,
+                "seed": i,
+                "max_tokens": max_tokens,
+                "min_tokens": rng.randint(0, max_tokens),
+                "n": rng.choice([1, 1, 1, 2, 3]),
+                "ignore_eos": rng.random() < 0.3,
+                "stop_token_ids": rng.choice([(), (3, 4)]),
+            }
+        )
+    # From just enough for the longest alone, to plenty.
+    smallest = -(-max(r["num_prompt"] + r["max_tokens"] - 1 for r in requests) // block_size)
+    max_num_seqs = rng.randint(1, 8)
+    return Load(
+        requests=requests,
+        arrivals=sorted(rng.randint(0, 30) for _ in requests),
+        aborts=[
+            (rng.randint(0, 60), rng.randrange(num_requests)) for _ in range(rng.choice([0, 0, 3]))
+        ],
+        limits={
+            "num_blocks": 1 + smallest + rng.choice([0, 0, 1, 2, smallest, 8 * smallest]),
+            "block_size": block_size,
+            "max_model_len": max_model_len,
+            "max_num_seqs": max_num_seqs,
+            "max_num_batched_tokens": max_num_seqs + rng.choice([0, 1, 7, 200]),
+            "max_prefill_seqs": rng.randint(1, 8),
+            "watermark": rng.choice([0.0, 0.01, 0.3, 0.9]),
+        },
+    )
+
+
+class Run:
+    """Drives a load to its end and checks, in each iteration, what must always hold."""
+
+    def __init__(self, load: Load):
+        self.load = load
+        self.scheduler = make_scheduler(**load.limits)
+        self.executor = FakeExecutor(self.scheduler.memory)
+        self.requests = [make_request(str(i), **r) for i, r in enumerate(load.requests)]
+        self.sequences = [seq for request in self.requests for seq in request.sequences]
+        self.trace: list[tuple] = []  # every decision
+
+    def to_end(self) -> "Run":
+        arrivals, iteration = list(zip(self.load.arrivals, self.requests, strict=True)), 0
+        most_iterations = 31 + sum(seq.max_num_slots for seq in self.sequences)
+        while arrivals or self.scheduler.has_work:
+            while arrivals and arrivals[0][0] <= iteration:
+                self.scheduler.add(arrivals.pop(0)[1])
+            if self.scheduler.has_work:
+                self.step([r for when, r in self.load.aborts if when == iteration])
+            iteration += 1
+            assert iteration <= most_iterations, "some iteration did nothing for the oldest"
+        memory = self.scheduler.memory
+        assert memory.num_free_blocks == memory.num_total_blocks
+        assert self.scheduler.num_finished == len(self.sequences)
+        return self
+
+    def step(self, aborts: list[int]) -> None:
+        scheduler, limits = self.scheduler, self.load.limits
+        before, during = aborts[::2], aborts[1::2]
+        for index in before:
+            scheduler.abort(str(index))
+        batch = scheduler.schedule()
+        self.trace.append(
+            (
+                [self.name(seq) for seq in batch.decodes],
+                [(self.name(c.seq), c.start, c.num_tokens) for c in batch.prefills],
+                [self.name(seq) for seq in batch.preempted],
+            )
+        )
+        self.check_batch(batch)
+        sampled = self.executor.run(batch)
+        for index in during:
+            scheduler.abort(str(index))
+        for seq in scheduler.update(batch, sampled):
+            assert seq.is_finished
+        scheduler.memory.check_invariants()
+        self.check_memory({c.seq for c in batch.prefills if not c.completes})
+        assert scheduler.num_running <= limits["max_num_seqs"]
+
+    def name(self, seq) -> tuple[str, int]:
+        return seq.request.request_id, seq.index
+
+    def check_batch(self, batch) -> None:
+        limits = self.load.limits
+        live = [seq for seq in self.sequences if not seq.is_finished]
+        in_batch = [*batch.decodes, *(chunk.seq for chunk in batch.prefills)]
+        if live and self.scheduler.has_work:
+            assert in_batch[0] is live[0], "the oldest makes progress in every iteration"
+        assert batch.num_tokens <= limits["max_num_batched_tokens"]
+        assert len(batch.prefills) <= limits["max_prefill_seqs"]
+        assert all(chunk.num_tokens > 0 for chunk in batch.prefills)
+        running = [seq for seq in live if seq.status is SequenceStatus.RUNNING]
+        assert running == live[: len(running)], "nobody is overtaken"
+        assert set(batch.preempted).isdisjoint(in_batch)
+
+    def check_memory(self, in_mid_prefill: set) -> None:
+        memory, block_size = self.scheduler.memory, self.load.limits["block_size"]
+        usage = self.scheduler.memory_usage()
+        assert usage.total == memory.num_total_blocks * block_size
+        assert min(usage.shares().values()) >= 0
+        assert sum(usage.shares().values()) == pytest.approx(1.0)
+        assert usage.internal <= self.scheduler.num_running * (block_size - 1)
+        for seq in self.sequences:
+            if seq.status is SequenceStatus.RUNNING:
+                num_slots = len(memory.block_table(seq.seq_id)) * block_size
+                # The newest token of a decoding sequence has no slot yet.
+                num_needed = seq.num_tokens - (seq not in in_mid_prefill)
+                assert 0 <= num_slots - num_needed < block_size, "less than a block unused"
+
+
+def idle_outputs(arguments: dict, max_model_len: int):
+    """What a request yields alone, in plenty of memory."""
+    scheduler = make_scheduler(
+        num_blocks=200, max_model_len=max_model_len, max_num_batched_tokens=100
+    )
+    request = make_request("alone", **arguments)
+    scheduler.add(request)
+    executor = FakeExecutor(scheduler.memory)
+    while scheduler.has_work:
+        batch = scheduler.schedule()
+        scheduler.update(batch, executor.run(batch))
+    return outputs(request)
+
+
+def check_load(load: Load) -> Run:
+    run = Run(load).to_end()
+    for request, arguments in zip(run.requests, load.requests, strict=True):
+        expected = idle_outputs(arguments, load.limits["max_model_len"])
+        for seq, (tokens, reason) in zip(request.sequences, expected, strict=True):
+            if seq.finish_reason == "abort":
+                assert seq.output_token_ids == tokens[: seq.num_output_tokens]
+            else:
+                assert (seq.output_token_ids, seq.finish_reason) == (tokens, reason)
+                assert seq.num_output_tokens <= seq.request.params.max_tokens
+    return run
+
+
+@given(rng=st.randoms(use_true_random=False))
+@settings(max_examples=100, deadline=None, derandomize=True)
+def test_everything_ends_in_order_with_the_same_output(rng):
+    check_load(random_load(rng))
+
+
+def test_a_soak_of_random_loads_sees_preemptions_and_keeps_every_promise():
+    rng = random.Random(0)
+    runs = [check_load(random_load(rng)) for _ in range(600)]
+    assert sum(run.scheduler.num_preemptions for run in runs) > 400
+    assert sum(seq.finish_reason == "abort" for run in runs for seq in run.sequences) > 100
+    assert sum(seq.finish_reason == "stop" for run in runs for seq in run.sequences) > 100
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_the_same_load_gives_the_same_schedule(seed):
+    first, second = (Run(random_load(random.Random(seed))).to_end() for _ in range(2))
+    assert first.trace == second.trace

@@ -1,0 +1,79 @@
+"""Scheduler: what can never run is refused with its numbers, before anything changes."""
+
+import pytest
+from scheduling_fakes import (
+    FakeExecutor,
+    make_request,
+    make_scheduler,
+    never_ends,
+    outputs,
+    run_step,
+    run_to_end,
+)
+
+
+def test_a_prompt_as_long_as_the_model_allows_is_refused():
+    scheduler = make_scheduler(max_model_len=16)
+    with pytest.raises(ValueError, match=r"'a': a prompt of 16 tokens .* max_model_len 16"):
+        scheduler.add(make_request("a", 16, max_tokens=1))
+    assert not scheduler.has_work
+
+
+def test_prompt_and_output_beyond_the_model_are_refused():
+    scheduler = make_scheduler(max_model_len=16)
+    message = r"prompt of 10 tokens and max_tokens 7 make 17, .*max_model_len 16;.* at most 6"
+    with pytest.raises(ValueError, match=message):
+        scheduler.add(make_request("a", 10, max_tokens=7))
+    scheduler.add(make_request("b", 10, max_tokens=6))
+
+
+def test_what_the_pool_can_never_hold_is_refused():
+    scheduler = make_scheduler(num_blocks=5, block_size=4)
+    message = r"prompt of 10 tokens and max_tokens 8 can need 5 blocks of 4 slots, the pool has 4"
+    with pytest.raises(ValueError, match=message):
+        scheduler.add(make_request("a", 10, max_tokens=8))
+    scheduler.add(make_request("b", 10, max_tokens=7))
+
+
+def test_a_refusal_leaves_running_requests_untouched():
+    scheduler = make_scheduler(num_blocks=5, block_size=4)
+    request = make_request("a", 3, max_tokens=5)
+    scheduler.add(request)
+    executor = FakeExecutor(scheduler.memory, never_ends)
+    run_step(scheduler, executor)
+    with pytest.raises(ValueError, match="the pool has 4"):
+        scheduler.add(make_request("b", 30))
+    with pytest.raises(ValueError, match="'a' is running already"):
+        scheduler.add(make_request("a", 3))
+    run_to_end(scheduler, executor)
+    assert outputs(request)[0][1] == "length"
+
+
+def test_an_empty_prompt_is_refused():
+    with pytest.raises(ValueError, match="'a': the prompt is empty"):
+        make_request("a", 0)
+
+
+@pytest.mark.parametrize("name", ["max_num_seqs", "max_model_len", "max_prefill_seqs"])
+def test_limits_must_be_positive(name):
+    with pytest.raises(ValueError, match=f"{name} must be at least 1, got 0"):
+        make_scheduler(**{name: 0})
+
+
+def test_the_token_budget_must_hold_all_decodes():
+    with pytest.raises(ValueError, match="max_num_batched_tokens 7 is less than max_num_seqs 8"):
+        make_scheduler(max_num_seqs=8, max_num_batched_tokens=7)
+
+
+@pytest.mark.parametrize("watermark", [-0.1, 1.0, float("nan")])
+def test_the_watermark_is_a_fraction(watermark):
+    with pytest.raises(ValueError, match=f"watermark .* got {watermark}"):
+        make_scheduler(watermark=watermark)
+
+
+def test_a_wrong_number_of_sampled_tokens_is_refused():
+    scheduler = make_scheduler()
+    scheduler.add(make_request("a", 3))
+    batch = scheduler.schedule()
+    with pytest.raises(ValueError, match="2 tokens for 1 samples"):
+        scheduler.update(batch, [1, 2])
