@@ -1,0 +1,25 @@
+"""A tokenizer whose tokens are the 256 bytes: for models small enough to train in a minute."""
+
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+
+from paged_jax.loading import transformers_tokenizer
+from paged_jax.loading.byte_alphabet import BYTE_TO_CHARACTER
+
+BOS, EOS, PAD = "<|bos|>", "<|eos|>", "<|pad|>"  # ids 256, 257, 258
+
+_CHAT_TEMPLATE = (
+    "{% for message in messages %}{{ message['role'] + ': ' + message['content'] + '\\n' }}"
+    "{% endfor %}{% if add_generation_prompt %}{{ 'assistant: ' }}{% endif %}"
+)
+
+
+def build_byte_tokenizer() -> transformers_tokenizer.Tokenizer:
+    """Id b is byte b; bos, eos and pad follow. `save_pretrained` writes it for AutoTokenizer."""
+    vocab = {character: byte for byte, character in enumerate(BYTE_TO_CHARACTER)}
+    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens([AddedToken(token, normalized=False) for token in (BOS, EOS, PAD)])
+    return transformers_tokenizer.wrap(
+        tokenizer, bos_token=BOS, eos_token=EOS, pad_token=PAD, chat_template=_CHAT_TEMPLATE
+    )

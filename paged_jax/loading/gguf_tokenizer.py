@@ -1,0 +1,179 @@
+"""Builds a tokenizer from a GGUF file's metadata, as llama.cpp does.
+
+`tokenizer.ggml.model` is "gpt2" (byte-level BPE; `tokenizer.ggml.pre` names how text is split
+before merging) or "llama" (SentencePiece BPE).
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+import gguf
+from tokenizers import (
+    AddedToken,
+    Regex,
+    Tokenizer,
+    decoders,
+    models,
+    normalizers,
+    pre_tokenizers,
+    processors,
+)
+
+from paged_jax.loading import transformers_tokenizer
+from paged_jax.loading.gguf_file import GgufFile
+
+_GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
+_CONTRACTION_WORD = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+"
+_SYMBOLS_SPACES = r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+_LLAMA3 = rf"{_CONTRACTION_WORD}|\p{{N}}{{1,3}}|{_SYMBOLS_SPACES}"
+_QWEN2 = rf"{_CONTRACTION_WORD}|\p{{N}}|{_SYMBOLS_SPACES}"
+
+# tokenizer.ggml.pre -> regular expressions; each splits the pieces the one before it left.
+# From llama.cpp's llama-vocab.cpp, which has them from the models' own tokenizer.json.
+_SPLITS: dict[str, tuple[str, ...]] = {
+    "default": (r"[\p{P}\$\+<=>\^~\|]+", _GPT2, r"\p{N}+", "[0-9][0-9][0-9]"),
+    "gpt-2": (_GPT2,),
+    "smollm": (r"\p{N}", _GPT2),
+    "starcoder": (r"\p{N}", _GPT2),
+    "llama3": (_LLAMA3,),
+    "llama-v3": (_LLAMA3,),
+    "llama-bpe": (_LLAMA3,),
+    "qwen2": (_QWEN2,),
+    "deepseek-r1-qwen": (_QWEN2,),
+}
+_LLAMA3_NAMES = ("llama3", "llama-v3", "llama-bpe")  # whole words before merges; bos by default
+_NFC_NAMES = ("qwen2",)  # llama.cpp leaves out the normalisation of Qwen2's tokenizer.json
+
+_SPACE = "▁"  # SentencePiece's
+
+
+def read_gguf_tokenizer(file: GgufFile) -> transformers_tokenizer.Tokenizer:
+    """The file's tokenizer, with its special tokens and chat template.
+
+    Raises ValueError if the metadata is incomplete or of a kind not listed above.
+    """
+    metadata = file.metadata
+    model = metadata.get("tokenizer.ggml.model")
+    builders = {"gpt2": _byte_level, "llama": _sentencepiece}
+    if model not in builders:
+        raise ValueError(
+            f"{file.path}: tokenizer.ggml.model {model!r} is not supported; supported: "
+            f"{', '.join(builders)}"
+        )
+    needed = ["tokens", "token_type", "merges" if model == "gpt2" else "scores"]
+    missing = [name for name in needed if f"tokenizer.ggml.{name}" not in metadata]
+    if missing:
+        raise ValueError(f"{file.path}: tokenizer.ggml metadata lacks {', '.join(missing)}")
+    try:
+        tokenizer, adds_bos = builders[model](metadata)
+    except ValueError as error:
+        raise ValueError(f"{file.path}: {error}") from error
+    tokens = metadata["tokenizer.ggml.tokens"]
+    _add_tokens(tokenizer, tokens, metadata["tokenizer.ggml.token_type"])
+    special = {
+        f"{role}_token": tokens[metadata[f"tokenizer.ggml.{name}_token_id"]]
+        for role, name in (("bos", "bos"), ("eos", "eos"), ("unk", "unknown"), ("pad", "padding"))
+        if f"tokenizer.ggml.{name}_token_id" in metadata
+    }
+    _wrap_in_special_tokens(
+        tokenizer,
+        special["bos_token"] if metadata.get("tokenizer.ggml.add_bos_token", adds_bos) else None,
+        special["eos_token"] if metadata.get("tokenizer.ggml.add_eos_token", False) else None,
+    )
+    return transformers_tokenizer.wrap(
+        tokenizer,
+        chat_template=metadata.get("tokenizer.chat_template"),
+        model_max_length=metadata.get(f"{metadata['general.architecture']}.context_length"),
+        **special,
+    )
+
+
+def _byte_level(metadata: Mapping[str, Any]) -> tuple[Tokenizer, bool]:
+    """(tokenizer, whether it starts texts with bos unless the metadata says otherwise)."""
+    pre = metadata.get("tokenizer.ggml.pre")
+    if pre not in _SPLITS:
+        raise ValueError(
+            f"tokenizer.ggml.pre {pre!r} is not supported; supported: {', '.join(_SPLITS)}"
+        )
+    is_llama3 = pre in _LLAMA3_NAMES
+    vocab = {token: index for index, token in enumerate(metadata["tokenizer.ggml.tokens"])}
+    merges = [tuple(merge.split(" ", 1)) for merge in metadata["tokenizer.ggml.merges"]]
+    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=merges, ignore_merges=is_llama3))
+    if pre in _NFC_NAMES:
+        tokenizer.normalizer = normalizers.NFC()
+    splits = [pre_tokenizers.Split(Regex(split), "isolated") for split in _SPLITS[pre]]
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [*splits, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)]
+    )
+    tokenizer.decoder = decoders.ByteLevel()
+    return tokenizer, is_llama3
+
+
+def _sentencepiece(metadata: Mapping[str, Any]) -> tuple[Tokenizer, bool]:
+    """(tokenizer, True: SentencePiece models start texts with bos)."""
+    tokens = metadata["tokenizer.ggml.tokens"]
+    adds_space = metadata.get("tokenizer.ggml.add_space_prefix", True)
+    unknown = metadata.get("tokenizer.ggml.unknown_token_id", 0)
+    tokenizer = Tokenizer(
+        models.BPE(
+            vocab={token: index for index, token in enumerate(tokens)},
+            merges=_merges_from_scores(
+                tokens, metadata["tokenizer.ggml.scores"], metadata["tokenizer.ggml.token_type"]
+            ),
+            unk_token=tokens[unknown],
+            fuse_unk=True,
+            byte_fallback=True,
+        )
+    )
+    prefix = [normalizers.Prepend(_SPACE)] if adds_space else []
+    tokenizer.normalizer = normalizers.Sequence([*prefix, normalizers.Replace(" ", _SPACE)])
+    strip = [decoders.Strip(" ", 1, 0)] if adds_space else []
+    tokenizer.decoder = decoders.Sequence(
+        [decoders.Replace(_SPACE, " "), decoders.ByteFallback(), decoders.Fuse(), *strip]
+    )
+    return tokenizer, True
+
+
+def _merges_from_scores(
+    tokens: list[str], scores: list[float], types: list[int]
+) -> list[tuple[str, str]]:
+    """SentencePiece merges into the best scored piece; merge lists say the same by their order."""
+    score_of = {
+        token: score
+        for token, score, kind in zip(tokens, scores, types, strict=True)
+        if kind == gguf.TokenType.NORMAL
+    }
+    merges = [
+        (-score, cut, token[:cut], token[cut:])
+        for token, score in score_of.items()
+        for cut in range(1, len(token))
+        if token[:cut] in score_of and token[cut:] in score_of
+    ]
+    return [(left, right) for _, _, left, right in sorted(merges)]
+
+
+def _add_tokens(tokenizer: Tokenizer, tokens: list[str], types: list[int]) -> None:
+    """Tokens matched whole in a text; only control tokens are left out of decoded text."""
+    control = (gguf.TokenType.CONTROL, gguf.TokenType.UNKNOWN)
+    typed = list(zip(tokens, types, strict=True))
+    tokenizer.add_special_tokens(
+        [AddedToken(token, normalized=False) for token, kind in typed if kind in control]
+    )
+    tokenizer.add_tokens(
+        [
+            AddedToken(token, normalized=False)
+            for token, kind in typed
+            if kind == gguf.TokenType.USER_DEFINED
+        ]
+    )
+
+
+def _wrap_in_special_tokens(tokenizer: Tokenizer, bos: str | None, eos: str | None) -> None:
+    """Every encoded text starts with bos and ends with eos, where given."""
+    before, after = ([bos] if bos else []), ([eos] if eos else [])
+    if before or after:
+        tokenizer.post_processor = processors.TemplateProcessing(
+            single=[*before, "$A", *after],
+            pair=[*before, "$A", *after, *before, "$B", *after],
+            special_tokens=[(token, tokenizer.token_to_id(token)) for token in [*before, *after]],
+        )

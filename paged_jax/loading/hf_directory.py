@@ -1,0 +1,115 @@
+"""A Hugging Face model directory: config.json and safetensors, in one file or in shards."""
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from safetensors import SafetensorError, safe_open
+
+from paged_jax.loading.arrays import FloatArray
+from paged_jax.loading.naming import HUGGING_FACE
+from paged_jax.models.config import ModelConfig, token_ids
+
+_INDEX = "model.safetensors.index.json"
+_SINGLE = "model.safetensors"
+_DTYPES = ("F64", "F32", "F16", "BF16")
+
+
+def read_hf_config(directory: Path) -> ModelConfig:
+    """The model's config; a generation_config.json has the last word on the end tokens, as in
+    transformers. Raises ValueError if there is no config.json or it cannot be used."""
+    path = directory / "config.json"
+    if not path.is_file():
+        raise ValueError(f"{directory} has no config.json: not a Hugging Face model directory")
+    hf = _read_json(path)
+    generation = directory / "generation_config.json"
+    if generation.is_file():
+        eos = _read_json(generation).get("eos_token_id")
+        if eos is not None:
+            hf["eos_token_id"] = list(token_ids(eos))
+    try:
+        return ModelConfig.from_hf(hf, name=directory.resolve().name)
+    except (ValueError, TypeError) as error:
+        raise ValueError(f"{path}: {error}") from error
+
+
+class HfTensors:
+    """The tensors of a directory (a `TensorSource`). Raises ValueError if files are missing,
+    damaged or hold something else than floats."""
+
+    naming = HUGGING_FACE
+
+    def __init__(self, directory: Path, config: ModelConfig) -> None:
+        self.where = str(directory)
+        self._home: dict[str, Any] = {}  # tensor -> its open file
+        for path in _weight_files(directory):
+            file = _open(path)
+            self._home.update(dict.fromkeys(file.keys(), file))
+        self.shapes: Mapping[str, tuple[int, ...]] = {
+            name: tuple(file.get_slice(name).get_shape())
+            for name, file in self._home.items()
+            if not name.endswith("rotary_emb.inv_freq")  # old files keep what config.json says
+        }
+        if config.tie_word_embeddings:
+            self._drop_tied_head()
+
+    def read(self, name: str) -> FloatArray:
+        """The tensor as stored. Raises ValueError if it is not of floats."""
+        file = self._home[name]
+        dtype = file.get_slice(name).get_dtype()
+        if dtype not in _DTYPES:
+            raise ValueError(
+                f"{self.where}: {name} is of type {dtype}; supported: {', '.join(_DTYPES)}"
+            )
+        tensor: FloatArray = file.get_tensor(name)
+        return tensor
+
+    def _drop_tied_head(self) -> None:
+        """Some files of tied models keep the head as well: fine if it is the embedding."""
+        head, embedding = "lm_head.weight", "model.embed_tokens.weight"
+        if head not in self.shapes or embedding not in self.shapes:
+            return
+        if not np.array_equal(self.read(head), self.read(embedding)):
+            raise ValueError(
+                f"{self.where}: config.json says tie_word_embeddings, but {head} differs from "
+                f"{embedding}; set tie_word_embeddings to false to use it"
+            )
+        self.shapes = {name: shape for name, shape in self.shapes.items() if name != head}
+
+
+def _weight_files(directory: Path) -> list[Path]:
+    index = directory / _INDEX
+    if index.is_file():
+        weight_map = _read_json(index).get("weight_map")
+        if not isinstance(weight_map, dict):
+            raise ValueError(f"{index} has no weight_map")
+        paths = [directory / name for name in sorted(set(weight_map.values()))]
+        absent = [path.name for path in paths if not path.is_file()]
+        if absent:
+            raise ValueError(f"{directory}: missing shards named in {_INDEX}: {', '.join(absent)}")
+        return paths
+    if not (directory / _SINGLE).is_file():
+        raise ValueError(
+            f"{directory} has neither {_SINGLE} nor {_INDEX}; weights in other formats must be "
+            "converted to safetensors first"
+        )
+    return [directory / _SINGLE]
+
+
+def _open(path: Path) -> Any:
+    try:
+        return safe_open(path, framework="numpy")
+    except (SafetensorError, OSError) as error:
+        raise ValueError(f"{path}: not a readable safetensors file ({error})") from error
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{path}: not valid JSON ({error})") from error
+    if not isinstance(value, dict):
+        raise ValueError(f"{path}: expected a JSON object, got {type(value).__name__}")
+    return value

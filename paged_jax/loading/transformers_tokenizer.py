@@ -1,0 +1,48 @@
+"""What is asked of transformers: fast tokenizers, from a directory or around a `tokenizers` one."""
+
+import os
+from pathlib import Path
+from typing import Any
+
+# transformers.PreTrainedTokenizerFast; the package has no type information.
+Tokenizer = Any
+
+
+def read_hf_tokenizer(directory: Path) -> Tokenizer:
+    """The directory's own tokenizer; nothing is fetched. Raises ValueError if there is none that
+    transformers can load as a fast tokenizer."""
+    transformers = import_transformers()
+    try:
+        tokenizer = transformers.AutoTokenizer.from_pretrained(
+            str(directory), local_files_only=True
+        )
+    # Anything may come out of the many ways a directory can be incomplete.
+    except Exception as error:
+        reason = str(error).strip().splitlines()[:1] or [type(error).__name__]
+        raise ValueError(f"{directory}: no usable tokenizer ({reason[0]})") from error
+    if not tokenizer.is_fast:
+        raise ValueError(
+            f"{directory}: {type(tokenizer).__name__} has no fast implementation; add a "
+            "tokenizer.json (tokenizer.save_pretrained of a fast tokenizer writes it)"
+        )
+    # Otherwise decode deletes spaces that the model wrote.
+    tokenizer.clean_up_tokenization_spaces = False
+    return tokenizer
+
+
+def wrap(tokenizer: Any, **options: Any) -> Tokenizer:
+    """A `tokenizers.Tokenizer` as a transformers tokenizer; options: special tokens, template."""
+    return import_transformers().PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, clean_up_tokenization_spaces=False, **options
+    )
+
+
+def import_transformers() -> Any:
+    """transformers, without its warning that torch is absent: only tokenizers are wanted.
+
+    Imported on first use because it takes a second.
+    """
+    os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
+    import transformers
+
+    return transformers
