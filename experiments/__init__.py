@@ -1,0 +1,1 @@
+"""Scripts that each answer one question: `python -m experiments.<name> --help`."""
