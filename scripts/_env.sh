@@ -54,7 +54,8 @@ find_python() {
 }
 
 has_gpu() {
-  command -v nvidia-smi >/dev/null && nvidia-smi -L 2>/dev/null | grep -q '^GPU '
+  # No grep -q: it hangs up on a long list, and a broken pipe reads as no GPU.
+  command -v nvidia-smi >/dev/null && nvidia-smi -L 2>/dev/null | grep '^GPU ' >/dev/null
 }
 
 # Whether the stamp $1 says that $venv is whole.
