@@ -76,8 +76,9 @@ class FakeExecutor:
 
 
 def run_step(scheduler: Scheduler, executor: FakeExecutor) -> ScheduledBatch:
-    """One iteration; fails if a block has leaked."""
+    """One iteration; fails if it has nothing to do or a block has leaked."""
     batch = scheduler.schedule()
+    assert batch.num_tokens > 0
     scheduler.update(batch, executor.run(batch))
     executor.memory.check_invariants()
     return batch

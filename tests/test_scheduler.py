@@ -15,6 +15,7 @@ from scheduling_fakes import (
     run_to_end,
 )
 
+from paged_jax.memory.block_manager import BlockManager
 from paged_jax.scheduling.request import SequenceStatus
 
 
@@ -201,6 +202,48 @@ def test_a_pool_of_the_exact_size_holds_a_sequence_to_its_end():
     run_to_end(scheduler, FakeExecutor(scheduler.memory, never_ends))
     assert outputs(request) == [([6, 7, 1, 2], "length")]
     assert scheduler.num_preemptions == 0
+
+
+class RecordingManager(BlockManager):
+    """Notes what is asked of it, and denies the appends it is told to."""
+
+    def __init__(self, num_blocks: int, block_size: int):
+        super().__init__(num_blocks, block_size)
+        self.max_num_tokens: list[int] = []
+        self.num_denials = 0
+
+    def allocate(self, seq_id, num_tokens, *, max_num_tokens, keep_free_blocks=0):
+        self.max_num_tokens.append(max_num_tokens)
+        return super().allocate(
+            seq_id, num_tokens, max_num_tokens=max_num_tokens, keep_free_blocks=keep_free_blocks
+        )
+
+    def append(self, seq_id, num_tokens):
+        if self.num_denials:
+            self.num_denials -= 1
+            return False
+        return super().append(seq_id, num_tokens)
+
+
+def test_memory_is_told_the_most_slots_a_sequence_can_need():
+    scheduler = make_scheduler()
+    scheduler.memory = RecordingManager(9, 4)
+    scheduler.add(make_request("a", 5, max_tokens=4))
+    scheduler.schedule()
+    assert scheduler.memory.max_num_tokens == [8]
+
+
+def test_nobody_is_admitted_in_an_iteration_that_preempted():
+    scheduler = make_scheduler()
+    scheduler.memory = RecordingManager(9, 4)
+    executor = FakeExecutor(scheduler.memory, never_ends)
+    for name in "ab":
+        scheduler.add(make_request(name, 5, max_tokens=4))
+    run_step(scheduler, executor)
+    scheduler.memory.num_denials = 1
+    batch = run_step(scheduler, executor)
+    assert (names(batch.preempted), batch.prefills) == (["b"], [])
+    assert chunks(run_step(scheduler, executor)) == [("b", 0, 6)]
 
 
 def test_host_side_imports_no_jax():

@@ -100,7 +100,7 @@ class Request:
     """
 
     request_id: str
-    prompt_token_ids: tuple[int, ...]
+    prompt_token_ids: tuple[int, ...] = field(repr=False)
     params: SamplingParams
     arrival_time: float
     seed: int

@@ -128,9 +128,9 @@ class Scheduler:
         decodes = self._decoding.copy()
         prefills: list[PrefillChunk] = []
         budget = self.max_num_batched_tokens - len(decodes)
-        for seq in self._prefilling[: self.max_prefill_seqs]:
-            if budget == 0:
-                break
+        # One sequence at most: the one whose chunk the budget cut short. More only if the results of
+        # the last iteration never came; their chunks fitted within the limits then, and do so again.
+        for seq in self._prefilling:
             budget -= _add_chunk(prefills, seq, budget)
         # Who has just been preempted would be the first to come in, only to be thrown out again.
         if not preempted:
@@ -138,7 +138,7 @@ class Scheduler:
         return ScheduledBatch(prefills, decodes, preempted)
 
     def _grow_decoding(self) -> list[Sequence]:
-        """Allocate a slot for each decode, oldest first; returns whom that cost their blocks."""
+        """Allocate a slot for each decode, oldest first; returns those preempted for it."""
         preempted: list[Sequence] = []
         append = self.memory.append
         for seq in self._decoding:  # a preemption cuts this list at its end
