@@ -128,8 +128,8 @@ class Scheduler:
         decodes = self._decoding.copy()
         prefills: list[PrefillChunk] = []
         budget = self.max_num_batched_tokens - len(decodes)
-        # One sequence at most: the one whose chunk the budget cut short. More only if the results of
-        # the last iteration never came; their chunks fitted within the limits then, and do so again.
+        # One at most: the one whose chunk the budget cut short. More only if the results of the
+        # last iteration never came; their chunks kept to the limits then, and do so again.
         for seq in self._prefilling:
             budget -= _add_chunk(prefills, seq, budget)
         # Who has just been preempted would be the first to come in, only to be thrown out again.
