@@ -119,9 +119,7 @@ class ModelConfig:
 
     def __post_init__(self) -> None:
         for field in _SIZES:
-            value = getattr(self, field)
-            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-                raise ValueError(f"model config: {field} must be an integer >= 1, got {value!r}")
+            _check_size(field, getattr(self, field))
         if self.num_heads % self.num_kv_heads:
             raise ValueError(
                 f"model config: num_heads={self.num_heads} is not a multiple of "
@@ -162,12 +160,16 @@ class ModelConfig:
         missing = [key for key in _REQUIRED if hf.get(key) is None]
         if missing:
             raise ValueError(f"model config: missing {', '.join(missing)}")
+        for key in _REQUIRED:
+            _check_size(key, hf[key])
         activation = hf.get("hidden_act", "silu")
         if activation not in ("silu", "swish"):
             raise ValueError(
                 f"model config: hidden_act {activation!r} is not supported (only silu)"
             )
         num_heads = hf["num_attention_heads"]
+        num_kv_heads = hf.get("num_key_value_heads", 8 if arch == "mistral" else None)
+        head_dim = hf.get("head_dim")
         bias = arch == "qwen2" or bool(hf.get("attention_bias", False))
         bos_default, eos_default = _DEFAULT_SPECIAL_IDS[arch]
         return cls(
@@ -176,8 +178,8 @@ class ModelConfig:
             intermediate_size=hf["intermediate_size"],
             num_layers=hf["num_hidden_layers"],
             num_heads=num_heads,
-            num_kv_heads=hf.get("num_key_value_heads") or (8 if arch == "mistral" else num_heads),
-            head_dim=hf.get("head_dim") or hf["hidden_size"] // num_heads,
+            num_kv_heads=num_heads if num_kv_heads is None else num_kv_heads,
+            head_dim=hf["hidden_size"] // num_heads if head_dim is None else head_dim,
             max_position_embeddings=hf["max_position_embeddings"],
             rms_norm_eps=hf.get("rms_norm_eps", 1e-6),
             rope_theta=_rope_theta(hf),
@@ -198,6 +200,11 @@ def token_ids(value: int | list[int] | None) -> tuple[int, ...]:
     if value is None:
         return ()
     return (value,) if isinstance(value, int) else tuple(value)
+
+
+def _check_size(name: str, value: object) -> None:
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        raise ValueError(f"model config: {name} must be an integer >= 1, got {value!r}")
 
 
 def _architecture(hf: Mapping[str, Any]) -> str:

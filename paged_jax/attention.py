@@ -1,0 +1,94 @@
+"""How a layer attends to the paged cache: write the new keys and values, then read the tables.
+
+`PagedAttention` is the ``attend`` that the model calls in a decode or prefill step. It is a frozen
+dataclass, so it can be a static argument of jitted functions.
+"""
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import jax.numpy as jnp
+from jax import Array
+
+from paged_jax.kv_cache import LayerCache, write_layer
+from pallas_kernels.paged_attention import paged_attention, paged_prefill_attention
+
+
+class DecodeIndex(NamedTuple):
+    """Where the B tokens of a decode step go and what they see."""
+
+    slots: Array  # i32[B], slot of each token
+    block_tables: Array  # i32[B, M]
+    context_lens: Array  # i32[B], 0 in padded rows
+
+
+class PrefillIndex(NamedTuple):
+    """Where the N tokens of a prefill step go and what they see.
+
+    Tokens of all prompts are packed one after the other; only attention needs them apart. For it
+    they are laid out in R rows of T tokens, each of one prompt: a long prompt takes several rows,
+    which share its block table.
+    """
+
+    slots: Array  # i32[N], slot of each token
+    token_of: Array  # i32[R, T], packed index of each query; N stands for none
+    place_of: Array  # i32[N], its inverse: row * T + column of each token
+    block_tables: Array  # i32[R, M]
+    context_lens: Array  # i32[R], tokens up to the row's last one, 0 in padded rows
+    query_starts: Array  # i32[R], position of the row's first token
+
+
+@dataclass(frozen=True)
+class PagedAttention:
+    """Static part of a layer's attention. ``impl`` names one of pallas_kernels' implementations."""
+
+    scale: float
+    sliding_window: int | None
+    impl: str
+
+    def decode(
+        self, cache: LayerCache, index: DecodeIndex, q: Array, k: Array, v: Array
+    ) -> tuple[Array, LayerCache]:
+        """q ``[B, Hq, D]``, k and v ``[B, Hk, D]`` -> out ``[B, Hq, D]``, cache."""
+        cache = write_layer(cache, k, v, index.slots)
+        out = paged_attention(
+            q,
+            *cache,
+            index.block_tables,
+            index.context_lens,
+            scale=self.scale,
+            sliding_window=self.sliding_window,
+            impl=self.impl,
+        )
+        assert isinstance(out, Array)
+        return out, cache
+
+    def prefill(
+        self, cache: LayerCache, index: PrefillIndex, q: Array, k: Array, v: Array
+    ) -> tuple[Array, LayerCache]:
+        """q ``[N, Hq, D]``, k and v ``[N, Hk, D]`` -> out ``[N, Hq, D]``, cache."""
+        cache = write_layer(cache, k, v, index.slots)
+        rows = q.at[index.token_of].get(mode="fill", fill_value=0)  # [R, T, Hq, D]
+        result = paged_prefill_attention(
+            rows,
+            *cache,
+            index.block_tables,
+            index.context_lens,
+            index.query_starts,
+            scale=self.scale,
+            sliding_window=self.sliding_window,
+            impl=self.impl,
+        )
+        packed = result.out.reshape(-1, *q.shape[1:])[index.place_of]
+        return packed, cache
+
+
+def causal_attention(state: None, scale: float, q: Array, k: Array, v: Array) -> tuple[Array, None]:
+    """Dense causal attention within each sequence, for training: all ``[B, T, heads, D]``."""
+    B, T, Hq, D = q.shape
+    grouped = q.reshape(B, T, k.shape[2], -1, D)
+    scores = scale * jnp.einsum("bthgd,bshd->bhgts", grouped, k)
+    scores = jnp.where(jnp.tril(jnp.ones((T, T), bool)), scores, -jnp.inf)
+    weights = jnp.exp(scores - scores.max(axis=-1, keepdims=True))
+    weights /= weights.sum(axis=-1, keepdims=True)
+    return jnp.einsum("bhgts,bshd->bthgd", weights, v).reshape(q.shape), state

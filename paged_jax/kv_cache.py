@@ -1,0 +1,103 @@
+"""The paged KV cache: a pytree of blocks, and the pure operations on it.
+
+    layer i:  k[i], v[i]   [num_blocks, num_kv_heads, block_size, head_dim]
+
+                 head 0              head 1
+    block 0   [S, D] null         [S, D] null        padded rows write here, nothing reads it
+    block 1   [S, D] contiguous   [S, D] contiguous
+    ...
+
+Layers are separate leaves, so that donation updates each in place and no step copies the cache. All
+of a block in one layer is contiguous: a copy or a swap moves it at once.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+# Keys and values of one layer, each [num_blocks, num_kv_heads, block_size, head_dim].
+LayerCache = tuple[Array, Array]
+
+NULL_BLOCK = 0
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class PagedKVCache:
+    """Keys and values of all layers; block 0 is the null block."""
+
+    k: tuple[Array, ...]  # per layer [P, Hk, S, D]
+    v: tuple[Array, ...]  # per layer [P, Hk, S, D]
+
+    @property
+    def num_blocks(self) -> int:
+        """Physical blocks, the null block included."""
+        return int(self.k[0].shape[0])
+
+    @property
+    def block_size(self) -> int:
+        """Slots (tokens) per block."""
+        return int(self.k[0].shape[2])
+
+    @property
+    def layers(self) -> list[LayerCache]:
+        return list(zip(self.k, self.v, strict=True))
+
+    @classmethod
+    def of_layers(cls, layers: list[LayerCache]) -> "PagedKVCache":
+        k, v = zip(*layers, strict=True)
+        return cls(k, v)
+
+
+def create(
+    *,
+    num_layers: int,
+    num_blocks: int,
+    num_kv_heads: int,
+    block_size: int,
+    head_dim: int,
+    dtype: Any,
+) -> PagedKVCache:
+    """An empty cache of ``num_blocks`` physical blocks, the null block included."""
+    shape = (num_blocks, num_kv_heads, block_size, head_dim)
+    k = tuple(jnp.zeros(shape, dtype) for _ in range(num_layers))
+    v = tuple(jnp.zeros(shape, dtype) for _ in range(num_layers))
+    return PagedKVCache(k, v)
+
+
+def bytes_per_block(
+    *, num_layers: int, num_kv_heads: int, block_size: int, head_dim: int, dtype: Any
+) -> int:
+    """Bytes that one block takes over all layers, keys and values."""
+    return 2 * num_layers * num_kv_heads * block_size * head_dim * jnp.dtype(dtype).itemsize
+
+
+def slots_of(block_tables: Array, rows: Array, positions: Array, block_size: int) -> Array:
+    """Flat slots ``i32[N]`` of tokens at ``positions`` in the tables' ``rows`` (both ``i32[N]``)."""
+    blocks = block_tables[rows, positions // block_size]
+    return blocks * block_size + positions % block_size
+
+
+def write_layer(cache: LayerCache, k: Array, v: Array, slots: Array) -> LayerCache:
+    """Write keys and values ``[N, Hk, D]`` of N tokens to ``slots`` ``i32[N]``.
+
+    Slots are distinct except in the null block (padded tokens), where any may win.
+    """
+    block_size = cache[0].shape[2]
+    block, offset = slots // block_size, slots % block_size
+
+    def write(blocks: Array, new: Array) -> Array:
+        return blocks.at[block, :, offset].set(new.astype(blocks.dtype), mode="promise_in_bounds")
+
+    return write(cache[0], k), write(cache[1], v)
+
+
+def copy_blocks(cache: PagedKVCache, sources: Array, targets: Array) -> PagedKVCache:
+    """Copy blocks ``sources`` to ``targets`` (``i32[N]``, disjoint) in every layer.
+
+    Pad both with the null block to keep N static.
+    """
+    return jax.tree.map(lambda blocks: blocks.at[targets].set(blocks[sources]), cache)

@@ -1,0 +1,1 @@
+"""Paged attention kernels. Imports JAX alone, never the framework around it."""
