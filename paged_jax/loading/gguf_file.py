@@ -57,31 +57,34 @@ class GgufFile:
                 raise ValueError(f"{path} is not a GGUF file (it does not start with 'GGUF')")
             self._data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
         self._at = 4
-        version = self._scalar("<I")
-        if version not in _VERSIONS:
-            raise ValueError(f"{path}: GGUF version {version} is not supported (only 2 and 3)")
+        self.metadata: dict[str, Any] = {}
         try:
+            version = self._scalar("<I")
+            if version not in _VERSIONS:
+                raise ValueError(f"version {version} is not supported, only 2 and 3")
             num_tensors, num_fields = self._scalar("<Q"), self._scalar("<Q")
-            self.metadata: dict[str, Any] = {}
             for _ in range(num_fields):
                 key = self._string()
                 self.metadata[key] = self._value(self._scalar("<I"))
             entries = [self._tensor_entry() for _ in range(num_tensors)]
-        except (struct.error, UnicodeDecodeError, KeyError) as error:
-            raise ValueError(f"{path}: damaged or cut-off GGUF header ({error})") from error
+        except (struct.error, ValueError) as error:
+            raise ValueError(f"{path}: damaged or unsupported GGUF header: {error}") from error
         alignment = self.metadata.get("general.alignment", 32)
         start = -(-self._at // alignment) * alignment
         self.tensors = {
-            name: self._tensor(name, shape, kind, start + offset)
+            name: self._located(name, shape, kind, start + offset)
             for name, shape, kind, offset in entries
         }
 
     def read(self, name: str) -> FloatArray:
-        """The tensor, dequantised to float32."""
+        """The tensor, dequantised to float32. Raises ValueError if `gguf` cannot."""
         tensor = self.tensors[name]
         raw = np.frombuffer(self._data, np.uint8, tensor.num_bytes, tensor.start)
         rows = raw.reshape(*tensor.shape[:-1], -1)
-        values: FloatArray = gguf.dequantize(rows, tensor.quantization)
+        try:
+            values: FloatArray = gguf.dequantize(rows, tensor.quantization)
+        except NotImplementedError as error:
+            raise ValueError(f"{self.path}: tensor {name}: {error}") from error
         return values.reshape(tensor.shape)
 
     def _scalar(self, code: str) -> Any:
@@ -111,19 +114,19 @@ class GgufFile:
         self._at += count * struct.calcsize(code)
         return list(items)
 
-    def _tensor_entry(self) -> tuple[str, tuple[int, ...], int, int]:
+    def _tensor_entry(self) -> tuple[str, tuple[int, ...], Any, int]:
         """(name, shape, quantisation, bytes from the start of the tensor data)."""
         name = self._string()
         dims = [self._scalar("<Q") for _ in range(self._scalar("<I"))]
-        return name, tuple(reversed(dims)), self._scalar("<I"), self._scalar("<Q")
+        kind = gguf.GGMLQuantizationType(self._scalar("<I"))
+        return name, tuple(reversed(dims)), kind, self._scalar("<Q")
 
-    def _tensor(self, name: str, shape: tuple[int, ...], kind: int, start: int) -> GgufTensor:
-        quantization = gguf.GGMLQuantizationType(kind)
-        block_size, block_bytes = gguf.GGML_QUANT_SIZES[quantization]
+    def _located(self, name: str, shape: tuple[int, ...], kind: Any, start: int) -> GgufTensor:
+        block_size, block_bytes = gguf.GGML_QUANT_SIZES[kind]
         num_bytes = math.prod(shape) // block_size * block_bytes
         if start + num_bytes > len(self._data):
             raise ValueError(
                 f"{self.path}: cut off: tensor {name} ends at byte {start + num_bytes}, "
                 f"the file at {len(self._data)}"
             )
-        return GgufTensor(shape, quantization, start, num_bytes)
+        return GgufTensor(shape, kind, start, num_bytes)

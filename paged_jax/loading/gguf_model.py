@@ -46,13 +46,12 @@ def read_gguf_config(file: GgufFile) -> ModelConfig:
         raise ValueError(f"{file.path}: mixtures of experts are not supported")
     values = {field: metadata[f"{arch}.{key}"] for field, key in sizes.items()}
     num_heads = values["num_heads"]
-    head_dim = metadata.get(f"{arch}.attention.key_length", values["hidden_size"] // num_heads)
-    for key in ("rope.dimension_count", "attention.value_length"):
-        size = metadata.get(f"{arch}.{key}", head_dim)
-        if size != head_dim:
-            raise ValueError(f"{file.path}: {arch}.{key}={size} is not the head size {head_dim}")
-    bos = metadata.get("tokenizer.ggml.bos_token_id")
     try:
+        head_dim = metadata.get(f"{arch}.attention.key_length", values["hidden_size"] // num_heads)
+        for key in ("rope.dimension_count", "attention.value_length"):
+            size = metadata.get(f"{arch}.{key}", head_dim)
+            if size != head_dim:
+                raise ValueError(f"{arch}.{key}={size} is not the head size {head_dim}")
         return ModelConfig(
             **values,
             vocab_size=file.tensors["token_embd.weight"].shape[0],
@@ -65,11 +64,11 @@ def read_gguf_config(file: GgufFile) -> ModelConfig:
             attention_out_bias="blk.0.attn_output.bias" in file.tensors,
             mlp_bias="blk.0.ffn_gate.bias" in file.tensors,
             sliding_window=metadata.get(f"{arch}.attention.sliding_window"),
-            bos_token_id=bos,
+            bos_token_id=metadata.get("tokenizer.ggml.bos_token_id"),
             eos_token_ids=_end_tokens(metadata),
             name=metadata.get("general.name", file.path.stem),
         )
-    except (ValueError, TypeError) as error:
+    except (ValueError, TypeError, ZeroDivisionError) as error:
         raise ValueError(f"{file.path}: {error}") from error
 
 

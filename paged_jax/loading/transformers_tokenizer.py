@@ -7,23 +7,28 @@ from typing import Any
 # transformers.PreTrainedTokenizerFast; the package has no type information.
 Tokenizer = Any
 
+_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
+
 
 def read_hf_tokenizer(directory: Path) -> Tokenizer:
     """The directory's own tokenizer; nothing is fetched. Raises ValueError if there is none that
     transformers can load as a fast tokenizer."""
+    if not any((directory / name).is_file() for name in _FILES):
+        raise ValueError(f"{directory} has no tokenizer: none of {', '.join(_FILES)}")
     transformers = import_transformers()
     try:
         tokenizer = transformers.AutoTokenizer.from_pretrained(
             str(directory), local_files_only=True
         )
-    # Anything may come out of the many ways a directory can be incomplete.
-    except Exception as error:
-        reason = str(error).strip().splitlines()[:1] or [type(error).__name__]
-        raise ValueError(f"{directory}: no usable tokenizer ({reason[0]})") from error
+    except Exception as error:  # transformers and tokenizers raise bare Exceptions, among others
+        reason = " ".join(str(error).split()) or type(error).__name__
+        raise ValueError(
+            f"{directory}: transformers cannot load the tokenizer: {reason}"
+        ) from error
     if not tokenizer.is_fast:
         raise ValueError(
             f"{directory}: {type(tokenizer).__name__} has no fast implementation; add a "
-            "tokenizer.json (tokenizer.save_pretrained of a fast tokenizer writes it)"
+            "tokenizer.json (save_pretrained of a fast tokenizer writes it)"
         )
     # Otherwise decode deletes spaces that the model wrote.
     tokenizer.clean_up_tokenization_spaces = False
@@ -40,7 +45,7 @@ def wrap(tokenizer: Any, **options: Any) -> Tokenizer:
 def import_transformers() -> Any:
     """transformers, without its warning that torch is absent: only tokenizers are wanted.
 
-    Imported on first use because it takes a second.
+    Imported on first use because it takes most of a second.
     """
     os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
     import transformers
