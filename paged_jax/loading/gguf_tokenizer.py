@@ -4,7 +4,7 @@
 before merging) or "llama" (SentencePiece BPE).
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import gguf
@@ -60,25 +60,35 @@ def read_gguf_tokenizer(file: GgufFile) -> transformers_tokenizer.Tokenizer:
             f"{file.path}: tokenizer.ggml.model {model!r} is not supported; supported: "
             f"{', '.join(builders)}"
         )
-    needed = ["tokens", "token_type", "merges" if model == "gpt2" else "scores"]
-    missing = [name for name in needed if f"tokenizer.ggml.{name}" not in metadata]
-    if missing:
-        raise ValueError(f"{file.path}: tokenizer.ggml metadata lacks {', '.join(missing)}")
     try:
-        tokenizer, adds_bos = builders[model](metadata)
+        return _read(metadata, builders[model])
     except ValueError as error:
         raise ValueError(f"{file.path}: {error}") from error
-    tokens = metadata["tokenizer.ggml.tokens"]
-    _add_tokens(tokenizer, tokens, metadata["tokenizer.ggml.token_type"])
-    special = {
-        f"{role}_token": tokens[metadata[f"tokenizer.ggml.{name}_token_id"]]
-        for role, name in (("bos", "bos"), ("eos", "eos"), ("unk", "unknown"), ("pad", "padding"))
-        if f"tokenizer.ggml.{name}_token_id" in metadata
+
+
+_Builder = Callable[[Mapping[str, Any]], tuple[Tokenizer, bool]]
+
+
+def _read(metadata: Mapping[str, Any], build: _Builder) -> transformers_tokenizer.Tokenizer:
+    needed = ["tokens", "token_type", "merges" if build is _byte_level else "scores"]
+    missing = [name for name in needed if f"tokenizer.ggml.{name}" not in metadata]
+    if missing:
+        raise ValueError(f"tokenizer.ggml metadata lacks {', '.join(missing)}")
+    tokens, types = metadata["tokenizer.ggml.tokens"], metadata["tokenizer.ggml.token_type"]
+    if len(tokens) != len(types):
+        raise ValueError(f"tokenizer.ggml has {len(tokens)} tokens, but {len(types)} token types")
+    special = _special_tokens(metadata)
+    tokenizer, adds_bos = build(metadata)
+    _add_tokens(tokenizer, tokens, types)
+    ends = {
+        "bos": metadata.get("tokenizer.ggml.add_bos_token", adds_bos),
+        "eos": metadata.get("tokenizer.ggml.add_eos_token", False),
     }
+    for role, is_added in ends.items():
+        if is_added and f"{role}_token" not in special:
+            raise ValueError(f"texts get {role} added, but there is no {role}_token_id")
     _wrap_in_special_tokens(
-        tokenizer,
-        special["bos_token"] if metadata.get("tokenizer.ggml.add_bos_token", adds_bos) else None,
-        special["eos_token"] if metadata.get("tokenizer.ggml.add_eos_token", False) else None,
+        tokenizer, *[special[f"{role}_token"] if ends[role] else None for role in ("bos", "eos")]
     )
     return transformers_tokenizer.wrap(
         tokenizer,
@@ -86,6 +96,21 @@ def read_gguf_tokenizer(file: GgufFile) -> transformers_tokenizer.Tokenizer:
         model_max_length=metadata.get(f"{metadata['general.architecture']}.context_length"),
         **special,
     )
+
+
+def _special_tokens(metadata: Mapping[str, Any]) -> dict[str, str]:
+    """transformers' names -> tokens, of those that the metadata has."""
+    tokens = metadata["tokenizer.ggml.tokens"]
+    special = {}
+    for role, name in (("bos", "bos"), ("eos", "eos"), ("unk", "unknown"), ("pad", "padding")):
+        index = metadata.get(f"tokenizer.ggml.{name}_token_id")
+        if index is not None:
+            if index >= len(tokens):
+                raise ValueError(
+                    f"{name}_token_id {index} is outside the vocabulary of {len(tokens)} tokens"
+                )
+            special[f"{role}_token"] = tokens[index]
+    return special
 
 
 def _byte_level(metadata: Mapping[str, Any]) -> tuple[Tokenizer, bool]:
@@ -98,7 +123,11 @@ def _byte_level(metadata: Mapping[str, Any]) -> tuple[Tokenizer, bool]:
     is_llama3 = pre in _LLAMA3_NAMES
     vocab = {token: index for index, token in enumerate(metadata["tokenizer.ggml.tokens"])}
     merges = [tuple(merge.split(" ", 1)) for merge in metadata["tokenizer.ggml.merges"]]
-    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=merges, ignore_merges=is_llama3))
+    try:
+        model = models.BPE(vocab=vocab, merges=merges, ignore_merges=is_llama3)
+    except Exception as error:  # tokenizers raises nothing more special
+        raise ValueError(f"the merges do not fit the vocabulary: {error}") from error
+    tokenizer = Tokenizer(model)
     if pre in _NFC_NAMES:
         tokenizer.normalizer = normalizers.NFC()
     splits = [pre_tokenizers.Split(Regex(split), "isolated") for split in _SPLITS[pre]]
