@@ -5,9 +5,10 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from loading_models import LLAMA, write_directory
+from loading_models import LLAMA, random_tensors, write_directory
 
-from paged_jax.loading import build_byte_tokenizer, load_tokenizer
+from paged_jax.loading import build_byte_tokenizer, load_model, load_tokenizer
+from paged_jax.models.shapes import expected_shapes
 
 BYTES = build_byte_tokenizer()
 
@@ -50,3 +51,17 @@ def test_damaged_tokenizer_json(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="transformers cannot load the tokenizer: ") as error:
         load_tokenizer(str(path))
     assert "\n" not in str(error.value)
+
+
+def test_directory_loads_as_a_whole(tmp_path: Path) -> None:
+    hf = LLAMA | {"vocab_size": 259}
+    tensors = random_tensors(hf)
+    path = write_directory(tmp_path / "model", hf, tensors)
+    BYTES.save_pretrained(path)
+    model = load_model(str(path), "bfloat16")
+    assert model.config.vocab_size == len(model.tokenizer) == 259
+    assert model.config.name == "model"
+    assert {name: array.shape for name, array in model.weights.items()} == expected_shapes(
+        model.config
+    )
+    assert {array.dtype.name for array in model.weights.values()} == {"bfloat16"}

@@ -156,9 +156,16 @@ def test_metadata_that_cannot_be_used_is_refused(
     assert str(error.value).startswith(str(small_file.path))
 
 
-def test_load_tokenizer_by_path(tmp_path: Path, smollm2: Any) -> None:
+@pytest.mark.parametrize("declared", ["TokenizersBackend", "GPT2Tokenizer", "LlamaTokenizer"])
+def test_saved_tokenizer_json_is_taken_as_it_stands(
+    declared: str, tmp_path: Path, smollm2: Any
+) -> None:
+    """Whatever class its config declares; SmolLM2's own declares GPT2Tokenizer."""
     smollm2.save_pretrained(tmp_path)
+    path = tmp_path / "tokenizer_config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"tokenizer_class": declared}))
     saved = load_tokenizer(str(tmp_path))
-    text = SMOLLM2["chats"][-1]["text"]
-    assert saved.encode(text) == smollm2.encode(text)
+    for case in SMOLLM2["texts"]:
+        assert saved.encode(case["text"]) == case["ids"]
     assert saved.chat_template == smollm2.chat_template
+    assert saved.eos_token_id == smollm2.eos_token_id

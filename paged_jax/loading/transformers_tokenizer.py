@@ -12,14 +12,18 @@ _FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
 
 def read_hf_tokenizer(directory: Path) -> Tokenizer:
     """The directory's own tokenizer; nothing is fetched. Raises ValueError if there is none that
-    transformers can load as a fast tokenizer."""
+    transformers can load as a fast tokenizer.
+
+    A tokenizer.json is taken as it stands. `AutoTokenizer` of transformers 5 would rebuild it for
+    some classes: for SmolLM2's it forgets that numbers are split into digits.
+    """
     if not any((directory / name).is_file() for name in _FILES):
         raise ValueError(f"{directory} has no tokenizer: none of {', '.join(_FILES)}")
     transformers = import_transformers()
+    is_complete = (directory / "tokenizer.json").is_file()
+    loader = transformers.PreTrainedTokenizerFast if is_complete else transformers.AutoTokenizer
     try:
-        tokenizer = transformers.AutoTokenizer.from_pretrained(
-            str(directory), local_files_only=True
-        )
+        tokenizer = loader.from_pretrained(str(directory), local_files_only=True)
     except Exception as error:  # transformers and tokenizers raise bare Exceptions, among others
         reason = " ".join(str(error).split()) or type(error).__name__
         raise ValueError(
