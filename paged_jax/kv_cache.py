@@ -75,9 +75,9 @@ def bytes_per_block(
     return 2 * num_layers * num_kv_heads * block_size * head_dim * jnp.dtype(dtype).itemsize
 
 
-def slots_of(block_tables: Array, rows: Array, positions: Array, block_size: int) -> Array:
-    """Flat slots ``i32[N]`` of tokens at ``positions`` in the tables' ``rows`` (both ``i32[N]``)."""
-    blocks = block_tables[rows, positions // block_size]
+def slots_of(block_tables: Array, positions: Array, block_size: int) -> Array:
+    """Flat slots ``i32[B]`` of the tokens at ``positions`` ``i32[B]`` of tables ``i32[B, M]``."""
+    blocks = jnp.take_along_axis(block_tables, positions[:, None] // block_size, axis=1)[:, 0]
     return blocks * block_size + positions % block_size
 
 

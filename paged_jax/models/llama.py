@@ -64,7 +64,7 @@ class Embedding(nnx.Module):
 
 
 def rotate(x: Array, cos: Array, sin: Array) -> Array:
-    """Apply rotary embedding, half-split convention; x ``[..., H, D]``, cos/sin ``[..., 1, D/2]``."""
+    """Rotary embedding, half-split; x ``[..., H, D]``, cos and sin ``f32[..., 1, D/2]``."""
     first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
     rotated = jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
     return rotated.astype(x.dtype)

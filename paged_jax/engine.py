@@ -1,0 +1,330 @@
+"""The public API: an engine that serves requests over a paged KV cache.
+
+    engine = Engine("smollm2")
+    [output] = engine.generate("The capital of France is", SamplingParams(temperature=0))
+    print(output.outputs[0].text)
+
+Names follow vLLM's where the same thing exists there.
+"""
+
+import itertools
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from tqdm import tqdm
+
+from paged_jax import kv_cache
+from paged_jax.compilation import use_persistent_cache
+from paged_jax.engine_core import EngineCore, Iteration, IterationStats
+from paged_jax.executor.jax_executor import JaxExecutor
+from paged_jax.executor.sampling_rows import check_end_tokens
+from paged_jax.loading import IncrementalDetokenizer, LoadedModel, load_model
+from paged_jax.memory.block_manager import BlockManager
+from paged_jax.models.split import nest
+from paged_jax.outputs import RequestOutput
+from paged_jax.pool_size import default_num_blocks
+from paged_jax.prompts import Prompt, encode, is_single_prompt
+from paged_jax.scheduling.request import Request
+from paged_jax.scheduling.sampling_params import SamplingParams
+from paged_jax.scheduling.scheduler import Scheduler
+from paged_jax.tracking import RequestRecord, SequenceRecord
+from pallas_kernels.paged_attention import resolve
+
+# (device is a CPU) -> defaults; a laptop's compute saturates early.
+_DEFAULTS = {
+    True: {"dtype": "float32", "max_num_seqs": 32, "max_num_batched_tokens": 512},
+    False: {"dtype": "bfloat16", "max_num_seqs": 256, "max_num_batched_tokens": 4096},
+}
+
+
+class Engine:
+    """Serves a model: continuous batching over a paged KV cache on JAX's default device.
+
+    model: "smollm2" (the packaged model), a Hugging Face directory or a .gguf file; or a
+        `LoadedModel`.
+    block_size: slots (tokens) per KV block.
+    num_blocks: blocks of the pool; None: as many as are needed, or fit (`paged_jax.pool_size`).
+    max_num_seqs: sequences that run at a time; None: 32 on a CPU, 256 on a GPU.
+    max_num_batched_tokens: tokens per iteration; None: 512 on a CPU, 4096 on a GPU. Longer prompts
+        are prefilled in chunks.
+    max_model_len: longest sequence, prompt and output; None: what the model was made for.
+    max_prefill_seqs: prompts prefilled in one step.
+    dtype: of weights and cache; "auto": float32 on a CPU, bfloat16 on a GPU.
+    attention: an implementation by name, or "auto" (`pallas_kernels.paged_attention`).
+    seed: of requests that bring none.
+    warm_up: compile every step now, so that none compiles while requests wait.
+    on_iteration: called with the statistics of every iteration.
+
+    ValueError, in one line, for anything that cannot work.
+    """
+
+    def __init__(
+        self,
+        model: str | LoadedModel = "smollm2",
+        *,
+        block_size: int = 16,
+        num_blocks: int | None = None,
+        max_num_seqs: int | None = None,
+        max_num_batched_tokens: int | None = None,
+        max_model_len: int | None = None,
+        max_prefill_seqs: int = 16,
+        watermark: float = 0.01,
+        dtype: str = "auto",
+        attention: str = "auto",
+        seed: int = 0,
+        warm_up: bool = True,
+        progress: bool = True,
+        on_iteration: Callable[[IterationStats], None] | None = None,
+    ):
+        defaults: Mapping[str, Any] = _DEFAULTS[jax.default_backend() == "cpu"]
+        self.dtype: str = defaults["dtype"] if dtype == "auto" else dtype
+        self.attention = resolve(attention)
+        self.max_num_seqs: int = _at_least_1(
+            "max_num_seqs", defaults["max_num_seqs"] if max_num_seqs is None else max_num_seqs
+        )
+        self.max_num_batched_tokens: int = _at_least_1(
+            "max_num_batched_tokens",
+            max(defaults["max_num_batched_tokens"], self.max_num_seqs)
+            if max_num_batched_tokens is None
+            else max_num_batched_tokens,
+        )
+        self.block_size = _at_least_1("block_size", block_size)
+        use_persistent_cache()
+
+        loaded = model if isinstance(model, LoadedModel) else load_model(model, self.dtype)
+        self.config, self.tokenizer = loaded.config, loaded.tokenizer
+        limit = self.config.max_position_embeddings
+        self.max_model_len = limit if max_model_len is None else max_model_len
+        if not 1 < self.max_model_len <= limit:
+            raise ValueError(
+                f"max_model_len must be between 2 and {limit}, for which {self.config.name} was "
+                f"made; got {self.max_model_len}"
+            )
+        params = nest({name: jax.device_put(x) for name, x in loaded.weights.items()})
+        if num_blocks is None:
+            num_blocks = default_num_blocks(
+                self.config,
+                block_size=block_size,
+                dtype=self.dtype,
+                max_num_seqs=self.max_num_seqs,
+                max_model_len=self.max_model_len,
+            )
+        self.num_blocks = _at_least_1("num_blocks", num_blocks)
+        memory = BlockManager(num_blocks + 1, block_size)
+        cache = kv_cache.create(
+            num_layers=self.config.num_layers,
+            num_blocks=num_blocks + 1,
+            num_kv_heads=self.config.num_kv_heads,
+            block_size=block_size,
+            head_dim=self.config.head_dim,
+            dtype=self.dtype,
+        )
+        scheduler = Scheduler(
+            memory,
+            max_num_seqs=self.max_num_seqs,
+            max_num_batched_tokens=self.max_num_batched_tokens,
+            max_model_len=self.max_model_len,
+            max_prefill_seqs=max_prefill_seqs,
+            eos_token_ids=self.config.eos_token_ids,
+            watermark=watermark,
+        )
+        self.executor = JaxExecutor(
+            self.config,
+            params,
+            cache,
+            memory,
+            attention=self.attention,
+            max_num_seqs=self.max_num_seqs,
+            max_num_batched_tokens=self.max_num_batched_tokens,
+            max_prefill_seqs=max_prefill_seqs,
+            max_model_len=self.max_model_len,
+        )
+        self.core = EngineCore(scheduler, self.executor, on_iteration=on_iteration)
+        self._records: dict[str, RequestRecord] = {}
+        self._sequence_records: dict[int, SequenceRecord] = {}
+        self._numbers = itertools.count()
+        self._seeds = np.random.default_rng(seed)
+        if warm_up:
+            steps = list(self.executor.warm_up_steps())
+            with tqdm(total=len(steps), desc="warm-up", disable=not progress) as bar:
+                for name, step in steps:
+                    bar.set_postfix_str(name)
+                    step()
+                    bar.update()
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        progress: bool = True,
+    ) -> list[RequestOutput]:
+        """Complete prompts, in their order. One prompt may stand alone; so may its parameters.
+
+        Nothing runs unless all of them are valid. What others have added goes on meanwhile.
+        """
+        many: Sequence[Any] = [prompts] if is_single_prompt(prompts) else prompts  # type: ignore[list-item, assignment]
+        if params is None or isinstance(params, SamplingParams):
+            params = [params or SamplingParams()] * len(many)
+        if len(params) != len(many):
+            raise ValueError(f"{len(many)} prompts, but {len(params)} sampling parameters")
+        ids: list[str] = []
+        try:
+            for i, (prompt, prompt_params) in enumerate(zip(many, params, strict=True)):
+                try:
+                    ids.append(self.add_request(None, prompt, prompt_params))
+                except ValueError as error:
+                    raise ValueError(f"prompt {i}: {error}") from None
+            return self._run(ids, progress)
+        except BaseException:
+            for request_id in ids:
+                self.abort(request_id)
+            raise
+
+    def chat(
+        self,
+        messages: Sequence[Any],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        progress: bool = True,
+    ) -> list[RequestOutput]:
+        """Answer one chat (a list of messages with role and content) or several."""
+        return self.generate(messages, params, progress=progress)
+
+    def stream(
+        self, prompt: Prompt, params: SamplingParams | None = None
+    ) -> Iterator[RequestOutput]:
+        """Complete one prompt; yields all of its output so far after every token."""
+        request_id = self.add_request(None, prompt, params, stream=True)
+        try:
+            while request_id in self._records:
+                yield from (out for out in self.step() if out.request_id == request_id)
+        finally:
+            self.abort(request_id)
+
+    def add_request(
+        self,
+        request_id: str | None,
+        prompt: Prompt,
+        params: SamplingParams | None = None,
+        *,
+        arrival_time: float | None = None,
+        stream: bool = False,
+    ) -> str:
+        """Queue a request for `step`; returns its id, a new one if None was given.
+
+        ``arrival_time`` is in seconds on the engine's clock; None: now. With ``stream``, `step`
+        also returns what is there after each token. ValueError for a request that can never be
+        served; those that run are not touched by it.
+        """
+        params = params or SamplingParams()
+        text, token_ids = encode(prompt, self.tokenizer, self.config.vocab_size)
+        if outside := [t for t in params.stop_token_ids if t >= self.config.vocab_size]:
+            raise ValueError(
+                f"stop token {outside[0]} is outside the vocabulary of {self.config.vocab_size}"
+            )
+        if params.min_tokens:
+            check_end_tokens(len({*params.stop_token_ids, *self.config.eos_token_ids}))
+        request = Request(
+            request_id if request_id is not None else f"request-{next(self._numbers)}",
+            token_ids,
+            params,
+            self.core.clock() if arrival_time is None else arrival_time,
+            params.seed if params.seed is not None else int(self._seeds.integers(2**32)),
+        )
+        self.core.scheduler.add(request)
+        decodes_early = stream or params.stop_strings
+        sequences = [
+            SequenceRecord(
+                seq,
+                IncrementalDetokenizer(self.tokenizer, params.skip_special_tokens)
+                if decodes_early
+                else None,
+            )
+            for seq in request.sequences
+        ]
+        self._sequence_records |= {record.seq.seq_id: record for record in sequences}
+        self._records[request.request_id] = RequestRecord(request, text, stream, sequences)
+        return request.request_id
+
+    @property
+    def has_work(self) -> bool:
+        """Whether any request is waiting or running."""
+        return self.core.scheduler.has_work
+
+    def step(self) -> list[RequestOutput]:
+        """One iteration; returns requests that finished, and streams that got a token."""
+        if not self.has_work:
+            return []
+        iteration = self.core.step()
+        self._take_tokens(iteration)
+        touched = {
+            seq.request.request_id: None
+            for seq in iteration.sampled
+            if seq.request.request_id in self._records
+        }
+        outputs = []
+        for request_id in touched:
+            record = self._records[request_id]
+            if record.request.is_finished:
+                outputs.append(self._close(request_id))
+            elif record.streams:
+                outputs.append(record.output())
+        return outputs
+
+    def _take_tokens(self, iteration: Iteration) -> None:
+        """Note tokens and times, and end what a stop string ends."""
+        records, now = self._sequence_records, iteration.end_s
+        for chunk in iteration.batch.prefills:
+            request = self._records[chunk.seq.request.request_id]
+            if request.first_scheduled_s is None:
+                request.first_scheduled_s = now - iteration.result.device_s
+        result = iteration.result
+        for seq, token, logprobs in zip(
+            iteration.sampled, result.tokens, result.logprobs, strict=True
+        ):
+            record = records[seq.seq_id]
+            stop = record.append(token, now, logprobs)
+            if stop is not None:
+                self.core.scheduler.finish(seq, "stop", stop)
+                # It may have reached its last token with this one: the stop string came first.
+                seq.finish_reason, seq.stop_reason = "stop", stop
+
+    def abort(self, request_id: str) -> RequestOutput | None:
+        """End a request in any state; returns what it has, None if there is no such request."""
+        if request_id not in self._records:
+            return None
+        self.core.scheduler.abort(request_id)
+        return self._close(request_id)
+
+    def _close(self, request_id: str) -> RequestOutput:
+        record = self._records.pop(request_id)
+        for sequence in record.sequences:
+            del self._sequence_records[sequence.seq.seq_id]
+            sequence.finish(self.tokenizer)
+        return record.output()
+
+    def _run(self, ids: list[str], progress: bool) -> list[RequestOutput]:
+        """Step until all of these have ended."""
+        done: dict[str, RequestOutput] = {}
+        num_tokens, start = 0, time.perf_counter()
+        with tqdm(total=len(ids), unit="request", disable=not progress) as bar:
+            while len(done) < len(ids):
+                for output in self.step():
+                    if not output.finished or output.request_id not in ids:
+                        continue
+                    done[output.request_id] = output
+                    num_tokens += sum(len(out.token_ids) for out in output.outputs)
+                    rate = num_tokens / (time.perf_counter() - start)
+                    bar.set_postfix_str(f"{rate:.0f} tokens/s")
+                    bar.update()
+        return [done[request_id] for request_id in ids]
+
+
+def _at_least_1(name: str, value: int) -> int:
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise ValueError(f"{name} must be an integer of at least 1, got {value!r}")
+    return value

@@ -1,0 +1,1 @@
+"""Runs what the scheduler decides: static-shaped arrays in, sampled tokens out."""

@@ -1,0 +1,41 @@
+"""The static shapes that steps are compiled for."""
+
+from bisect import bisect_left
+from collections.abc import Sequence
+
+import numpy as np
+
+# Below this many tokens a step is bound by reading the weights, so padding costs no time.
+MIN_PREFILL_TOKENS = 16
+
+
+def decode_buckets(max_num_seqs: int) -> list[int]:
+    """Rows of a decode step: 1, 2, 4, 8, then two for each doubling, up to ``max_num_seqs``."""
+    buckets = [1, 2, 4]
+    base = 8
+    while base < max_num_seqs:
+        buckets += [base, base * 3 // 2]
+        base *= 2
+    return [*(b for b in buckets if b < max_num_seqs), max_num_seqs]
+
+
+def prefill_buckets(max_num_tokens: int) -> list[int]:
+    """Tokens of a prefill step, each at most 4/3 of the one before: under a quarter is padding."""
+    buckets = []
+    base = MIN_PREFILL_TOKENS
+    while base < max_num_tokens:
+        buckets += [base, base * 5 // 4, base * 3 // 2]
+        base *= 2
+    return [*(b for b in buckets if b < max_num_tokens), max_num_tokens]
+
+
+def bucket_of(buckets: Sequence[int], size: int) -> int:
+    """The smallest bucket that holds ``size``."""
+    return buckets[bisect_left(buckets, size)]
+
+
+def padded(values: Sequence[int] | np.ndarray, size: int, fill: int = 0) -> np.ndarray:
+    """``i32[size]``: the values, then ``fill``."""
+    out = np.full(size, fill, np.int32)
+    out[: len(values)] = values
+    return out

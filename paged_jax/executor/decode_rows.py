@@ -1,0 +1,103 @@
+"""The decode step's arrays, kept from one iteration to the next.
+
+Rows stand in the order of the scheduler's running sequences. While the same sequences run, an
+iteration adds one token to each row and, every ``block_size`` tokens, one block to its table; rows
+move only when a sequence joins or leaves.
+"""
+
+from dataclasses import replace
+
+import jax
+import numpy as np
+
+from paged_jax.executor.buckets import bucket_of, decode_buckets
+from paged_jax.executor.sampling_rows import needs_history, sampling_batch
+from paged_jax.memory.interface import MemoryManager
+from paged_jax.sampling import SamplingBatch
+from paged_jax.scheduling.request import Sequence
+
+
+class DecodeRows:
+    """Mirrors running sequences into static-shaped arrays.
+
+    ``block_tables`` ``i32[max_num_seqs, M]``; unused rows are zero.
+    """
+
+    def __init__(self, memory: MemoryManager, *, max_num_seqs: int, max_model_len: int):
+        self._memory = memory
+        self._block_size = memory.block_size
+        self.buckets = decode_buckets(max_num_seqs)
+        self.block_tables = np.zeros(
+            (max_num_seqs, -(-max_model_len // memory.block_size)), np.int32
+        )
+        self._seqs: list[Sequence] = []
+        self._num_blocks = np.zeros(max_num_seqs, np.int32)  # mirrored, of each row
+        self._sampling: SamplingBatch | None = None
+        self._histories: list[int] = []  # rows whose history is kept
+        self._history = np.zeros((max_num_seqs, max_model_len), np.int32)
+        self._no_history: dict[int, jax.Array] = {}  # zeros on the device, by bucket
+
+    def update(
+        self, seqs: list[Sequence]
+    ) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray, SamplingBatch]:
+        """(tokens, positions, block tables, context lengths, sampling) of the bucket's rows.
+
+        Call it, or `forget`, in every iteration: a sequence that is missing from one, because it
+        was preempted, comes back with another table.
+        """
+        n = len(seqs)
+        bucket = bucket_of(self.buckets, n)
+        if seqs != self._seqs:
+            self._move_rows(seqs)
+            self._set_sampling(bucket)
+        tokens = np.zeros(bucket, np.int32)
+        context_lens = np.zeros(bucket, np.int32)
+        tokens[:n] = [seq.token_ids[-1] for seq in seqs]
+        context_lens[:n] = [len(seq.token_ids) for seq in seqs]
+        for row in np.flatnonzero(self._num_blocks[:n] * self._block_size < context_lens[:n]):
+            self._grow_table(int(row))
+        for row in self._histories:
+            self._history[row, context_lens[row] - 1] = tokens[row]
+        assert self._sampling is not None
+        sampling = self._sampling
+        if self._histories:
+            sampling = replace(sampling, history=self._history[:bucket])
+        positions = np.maximum(context_lens - 1, 0)
+        return tokens, positions, self.block_tables[:bucket], context_lens, sampling
+
+    def forget(self) -> None:
+        """An iteration without decodes."""
+        if self._seqs:
+            self._move_rows([])
+
+    def _grow_table(self, row: int) -> None:
+        blocks = self._memory.block_table(self._seqs[row].seq_id)
+        mirrored = self._num_blocks[row]
+        self.block_tables[row, mirrored : len(blocks)] = blocks[mirrored:]
+        self._num_blocks[row] = len(blocks)
+
+    def _move_rows(self, seqs: list[Sequence]) -> None:
+        """Bring rows into the order of ``seqs``; those new to it start with no blocks mirrored."""
+        old_rows = {seq.seq_id: row for row, seq in enumerate(self._seqs)}
+        sources = np.array([old_rows.get(seq.seq_id, -1) for seq in seqs], np.int32)
+        n, num_old = len(seqs), len(self._seqs)
+        self.block_tables[:n] = self.block_tables[sources]
+        self._num_blocks[:n] = self._num_blocks[sources]
+        is_new = np.flatnonzero(sources < 0)
+        self.block_tables[is_new] = 0
+        self._num_blocks[is_new] = 0
+        self.block_tables[n:num_old] = 0
+        self._num_blocks[n:num_old] = 0
+        self._seqs = seqs
+
+    def _set_sampling(self, bucket: int) -> None:
+        seqs = self._seqs
+        self._histories = [row for row, seq in enumerate(seqs) if needs_history(seq)]
+        if self._histories:
+            self._history[:bucket] = 0
+        for row in self._histories:
+            self._history[row, : seqs[row].num_tokens] = seqs[row].token_ids
+        if bucket not in self._no_history:
+            self._no_history[bucket] = jax.device_put(self._history[:bucket] * 0)
+        # On the device until rows change.
+        self._sampling = jax.device_put(sampling_batch(seqs, bucket, self._no_history[bucket]))

@@ -1,0 +1,30 @@
+"""What the engine asks of an executor, real or simulated."""
+
+from dataclasses import dataclass
+from typing import Protocol
+
+from paged_jax.scheduling.batch import ScheduledBatch
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprobs:
+    """Log-probabilities at one sampled token, of the raw logits."""
+
+    sampled: float
+    top: tuple[tuple[int, float], ...]  # (token, log-probability), most likely first
+
+
+@dataclass(frozen=True, slots=True)
+class StepResult:
+    """One iteration's outcome: a token for each decode, then for each completing chunk."""
+
+    tokens: list[int]
+    logprobs: list[TokenLogprobs | None]  # aligned with tokens; None where not asked for
+    device_s: float  # seconds the device was busy, its transfers included
+
+
+class Executor(Protocol):
+    """Runs an iteration. Scheduler and memory manager cannot tell which kind this is."""
+
+    def execute(self, batch: ScheduledBatch) -> StepResult:
+        """Compute the batch, whose slots are allocated, and sample."""

@@ -1,0 +1,52 @@
+"""What the engine gives back for a request."""
+
+from dataclasses import dataclass, field
+
+from paged_jax.executor.interface import TokenLogprobs
+from paged_jax.scheduling.request import FinishReason
+
+
+@dataclass(frozen=True, slots=True)
+class CompletionOutput:
+    """One continuation of the prompt, complete or so far.
+
+    ``text`` ends before a stop string, unless ``include_stop_str_in_output``; ``token_ids`` holds
+    all that was generated. ``stop_reason`` is the stop token or string that ended it, None for EOS.
+    """
+
+    index: int
+    text: str
+    token_ids: list[int]
+    finish_reason: FinishReason | None  # None while it runs
+    stop_reason: int | str | None
+    logprobs: list[TokenLogprobs] | None  # one for each token, where asked for
+
+
+@dataclass(frozen=True, slots=True)
+class RequestMetrics:
+    """Times in seconds on the engine's clock."""
+
+    arrival_s: float
+    first_scheduled_s: float | None
+    token_times_s: list[list[float]]  # when each token of each continuation came
+    num_preemptions: int
+
+    @property
+    def first_token_s(self) -> float | None:
+        return min((times[0] for times in self.token_times_s if times), default=None)
+
+    @property
+    def last_token_s(self) -> float | None:
+        return max((times[-1] for times in self.token_times_s if times), default=None)
+
+
+@dataclass(frozen=True, slots=True)
+class RequestOutput:
+    """A request's continuations, ``n`` of them, in order."""
+
+    request_id: str
+    prompt: str | None  # None if it came as token ids
+    prompt_token_ids: tuple[int, ...]
+    outputs: list[CompletionOutput]
+    finished: bool
+    metrics: RequestMetrics = field(repr=False)

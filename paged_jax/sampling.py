@@ -1,0 +1,174 @@
+"""On-device sampling: from logits to the next token of each row.
+
+A sample depends on its row's seed and the token's index alone, never on the batch, the row or a
+preemption. All modes live in one program: branches are chosen on the device, so that no mix of
+requests compiles anything new, and a greedy batch pays for an arg-max only.
+"""
+
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array, lax
+
+ArrayLike = Array | np.ndarray
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class SamplingBatch:
+    """Sampling parameters of B rows, and which parts of the work any of them needs."""
+
+    temperature: ArrayLike  # f32[B], 0: greedy
+    top_k: ArrayLike  # i32[B], 0: off
+    top_p: ArrayLike  # f32[B], 1: off
+    min_p: ArrayLike  # f32[B], 0: off
+    repetition_penalty: ArrayLike  # f32[B], 1: off
+    presence_penalty: ArrayLike  # f32[B], 0: off
+    frequency_penalty: ArrayLike  # f32[B], 0: off
+    seed: ArrayLike  # u32[B]
+    num_prompt_tokens: ArrayLike  # i32[B]
+    min_tokens: ArrayLike  # i32[B], outputs before an end token may be sampled
+    end_tokens: ArrayLike  # i32[B, MAX_END_TOKENS], filled up with -1
+    history: ArrayLike  # i32[B, H], the row's tokens by position; read if `adjusts`
+    adjusts: ArrayLike  # bool[], some row has penalties or min_tokens
+    draws: ArrayLike  # bool[], some row samples at random
+    filters: ArrayLike  # bool[], some row has top_k, top_p or min_p
+    wants_logprobs: ArrayLike  # bool[]
+
+
+MAX_END_TOKENS = 16
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Sampled:
+    """Next tokens; log-probabilities are those of the raw logits, NaN unless wanted."""
+
+    tokens: Array  # i32[B]
+    logprobs: Array  # f32[B], of the sampled tokens
+    top_tokens: Array  # i32[B, K], most likely first
+    top_logprobs: Array  # f32[B, K]
+
+
+def sample(
+    logits: Array, positions: ArrayLike, batch: SamplingBatch, *, num_logprobs: int
+) -> Sampled:
+    """Sample from ``logits`` ``f32[B, V]`` of the tokens at ``positions`` ``i32[B]``.
+
+    Parameters act in vLLM's order: penalties, temperature, min_p, top_k, top_p. Tokens that tie
+    with the last one that top_k or top_p keeps are kept too.
+    """
+    positions = jnp.asarray(positions)
+    index = positions + 1 - jnp.asarray(batch.num_prompt_tokens)  # of the sampled token
+    adjusted = lax.cond(
+        batch.adjusts, lambda: _adjust(logits, positions, index, batch), lambda: logits
+    )
+    greedy = jnp.argmax(adjusted, axis=-1).astype(jnp.int32)
+    tokens = lax.cond(
+        batch.draws,
+        lambda: jnp.where(batch.temperature == 0, greedy, _draw(adjusted, index, batch)),
+        lambda: greedy,
+    )
+    B = logits.shape[0]
+    logprobs, top_tokens, top_logprobs = lax.cond(
+        batch.wants_logprobs,
+        lambda: _logprobs(logits, tokens, num_logprobs),
+        lambda: (
+            jnp.full((B,), jnp.nan),
+            jnp.zeros((B, num_logprobs), jnp.int32),
+            jnp.full((B, num_logprobs), jnp.nan),
+        ),
+    )
+    return Sampled(tokens, logprobs, top_tokens, top_logprobs)
+
+
+def _adjust(logits: Array, positions: Array, index: Array, batch: SamplingBatch) -> Array:
+    """Penalties for tokens seen so far, and no end token before min_tokens."""
+    B, V = logits.shape
+    rows = jnp.arange(B)[:, None]
+    history = jnp.asarray(batch.history)
+    at = jnp.arange(history.shape[1])
+    is_token = at <= positions[:, None]
+    is_output = is_token & (at >= jnp.asarray(batch.num_prompt_tokens)[:, None])
+
+    def counts(which: Array) -> Array:  # f32[B, V]
+        ids = jnp.where(which, history, V)
+        return jnp.zeros((B, V)).at[rows, ids].add(1.0, mode="drop")
+
+    def column(x: ArrayLike) -> Array:
+        return jnp.asarray(x)[:, None]
+
+    outputs = counts(is_output)
+    penalty = jnp.where(counts(is_token) > 0, column(batch.repetition_penalty), 1.0)
+    logits = jnp.where(logits > 0, logits / penalty, logits * penalty)
+    logits -= column(batch.frequency_penalty) * outputs
+    logits -= column(batch.presence_penalty) * (outputs > 0)
+
+    end_tokens = jnp.asarray(batch.end_tokens)
+    too_early = (index < jnp.asarray(batch.min_tokens))[:, None] & (end_tokens >= 0)
+    return logits.at[rows, jnp.where(too_early, end_tokens, V)].set(-jnp.inf, mode="drop")
+
+
+def _draw(logits: Array, index: Array, batch: SamplingBatch) -> Array:
+    """A random token of each row, by adding Gumbel noise to the logits and taking the largest."""
+    temperature = jnp.asarray(batch.temperature)[:, None]
+    scaled = logits / jnp.where(temperature > 0, temperature, 1)
+    scaled = lax.cond(batch.filters, lambda: _filter(scaled, batch), lambda: scaled)
+
+    def noise(seed: Array, index: Array) -> Array:
+        return jax.random.gumbel(jax.random.fold_in(jax.random.key(seed), index), logits.shape[1:])
+
+    noisy = scaled + jax.vmap(noise)(jnp.asarray(batch.seed), index)
+    return jnp.argmax(noisy, axis=-1).astype(jnp.int32)
+
+
+def _filter(logits: Array, batch: SamplingBatch) -> Array:
+    """Minus infinity for tokens that min_p, top_k and top_p leave out."""
+    min_p, top_k, top_p = (jnp.asarray(x)[:, None] for x in (batch.min_p, batch.top_k, batch.top_p))
+    best = jnp.max(logits, axis=-1, keepdims=True)
+    keep = logits >= best + jnp.log(min_p)
+    order = _order(logits)
+
+    def cut(keep: Array, weights: Array, target: Array, active: Array) -> Array:
+        threshold = _threshold(order, jnp.where(keep, weights, 0), target)
+        return keep & (~active | (order >= threshold))
+
+    V = logits.shape[1]
+    k = jnp.minimum(top_k, jnp.sum(keep, axis=-1, keepdims=True)).astype(jnp.float32)
+    keep = cut(keep, jnp.ones_like(logits), k, (top_k > 0) & (top_k < V))
+    weights = jnp.exp(logits - best)
+    mass = jnp.sum(jnp.where(keep, weights, 0), axis=-1, keepdims=True)
+    keep = cut(keep, weights, top_p * mass, top_p < 1)
+    return jnp.where(keep, logits, -jnp.inf)
+
+
+def _order(x: Array) -> Array:
+    """Unsigned integers ``u32`` in the order of the floats ``f32``."""
+    bits = lax.bitcast_convert_type(x, jnp.uint32)
+    sign = jnp.uint32(1 << 31)
+    return jnp.where(bits >= sign, ~bits, bits | sign)
+
+
+def _threshold(order: Array, weights: Array, target: Array) -> Array:
+    """The largest t such that weights of ``order >= t`` reach ``target``; bit by bit, exactly.
+
+    order ``u32[B, V]``, weights ``f32[B, V]``, target ``f32[B, 1]`` -> ``u32[B, 1]``. Needs no
+    sort: sorting a vocabulary costs far more than 32 sums over it.
+    """
+
+    def refine(i: int, threshold: Array) -> Array:
+        candidate = threshold | (jnp.uint32(1 << 31) >> jnp.uint32(i))
+        reached = jnp.sum(jnp.where(order >= candidate, weights, 0), axis=-1, keepdims=True)
+        return jnp.where(reached >= target, candidate, threshold)
+
+    return lax.fori_loop(0, 32, refine, jnp.zeros_like(target, jnp.uint32))
+
+
+def _logprobs(logits: Array, tokens: Array, num: int) -> tuple[Array, Array, Array]:
+    """(log-probabilities of ``tokens``, the ``num`` most likely tokens, theirs)."""
+    logprobs = jax.nn.log_softmax(logits, axis=-1)
+    top_logprobs, top_tokens = lax.top_k(logprobs, num)
+    sampled = jnp.take_along_axis(logprobs, tokens[:, None], axis=-1)[:, 0]
+    return sampled, top_tokens.astype(jnp.int32), top_logprobs

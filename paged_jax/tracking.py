@@ -1,0 +1,105 @@
+"""What the caller will want of each request while it runs: text, times, log-probabilities."""
+
+from dataclasses import dataclass, field
+
+from paged_jax.executor.interface import TokenLogprobs
+from paged_jax.loading import IncrementalDetokenizer
+from paged_jax.loading.transformers_tokenizer import Tokenizer
+from paged_jax.outputs import CompletionOutput, RequestMetrics, RequestOutput
+from paged_jax.scheduling.request import Request, Sequence
+
+
+@dataclass(slots=True)
+class SequenceRecord:
+    """A sequence's output so far.
+
+    Text is decoded token by token only where a stop string or a stream needs it at once.
+    """
+
+    seq: Sequence
+    detokenizer: IncrementalDetokenizer | None
+    text: str = ""
+    token_times_s: list[float] = field(default_factory=list)
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
+    stopped: bool = False  # by a stop string: the text is complete
+
+    def append(self, token: int, time_s: float, logprobs: TokenLogprobs | None) -> str | None:
+        """Take in a token; returns the stop string that it completes, if any."""
+        self.token_times_s.append(time_s)
+        if logprobs is not None:
+            self.logprobs.append(logprobs)
+        if self.detokenizer is None:
+            return None
+        start = len(self.text)
+        self.text += self.detokenizer.append([token])
+        return self._cut_at_stop(start)
+
+    def _cut_at_stop(self, start: int) -> str | None:
+        """Look for a stop string that ends after ``start`` and cut the text there."""
+        params = self.seq.request.params
+        if len(self.token_times_s) < params.min_tokens:
+            return None
+        found = []
+        for stop in params.stop_strings:
+            at = self.text.find(stop, max(0, start - len(stop) + 1))
+            if at >= 0:
+                found.append((at, stop))
+        if not found:
+            return None
+        at, stop = min(found)
+        self.text = self.text[: at + len(stop) if params.include_stop_str_in_output else at]
+        self.stopped = True
+        return stop
+
+    def finish(self, tokenizer: Tokenizer) -> None:
+        """Complete the text, unless a stop string has cut it."""
+        if self.stopped:
+            return
+        if self.detokenizer is not None:
+            self.text += self.detokenizer.flush()
+            return
+        self.text = tokenizer.decode(
+            self.seq.output_token_ids,
+            skip_special_tokens=self.seq.request.params.skip_special_tokens,
+            clean_up_tokenization_spaces=False,
+        )
+
+
+@dataclass(slots=True)
+class RequestRecord:
+    """A request's records, and whether its caller wants every step of it."""
+
+    request: Request
+    prompt: str | None
+    streams: bool
+    sequences: list[SequenceRecord]
+    first_scheduled_s: float | None = None
+
+    def output(self) -> RequestOutput:
+        """A snapshot."""
+        wants_logprobs = self.request.params.logprobs is not None
+        outputs = [
+            CompletionOutput(
+                index=record.seq.index,
+                text=record.text,
+                token_ids=record.seq.output_token_ids,
+                finish_reason=record.seq.finish_reason,
+                stop_reason=record.seq.stop_reason,
+                logprobs=list(record.logprobs) if wants_logprobs else None,
+            )
+            for record in self.sequences
+        ]
+        metrics = RequestMetrics(
+            arrival_s=self.request.arrival_time,
+            first_scheduled_s=self.first_scheduled_s,
+            token_times_s=[list(record.token_times_s) for record in self.sequences],
+            num_preemptions=sum(record.seq.num_preemptions for record in self.sequences),
+        )
+        return RequestOutput(
+            request_id=self.request.request_id,
+            prompt=self.prompt,
+            prompt_token_ids=self.request.prompt_token_ids,
+            outputs=outputs,
+            finished=self.request.is_finished,
+            metrics=metrics,
+        )
