@@ -5,13 +5,15 @@ dataclass, so it can be a static argument of jitted functions.
 """
 
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 from jax import Array
 
 from paged_jax.kv_cache import LayerCache, write_layer
 from pallas_kernels.paged_attention import paged_attention, paged_prefill_attention
+
+IntArray = Any  # jax.Array in a step; numpy where the host prepares one
 
 
 class DecodeIndex(NamedTuple):
@@ -30,12 +32,12 @@ class PrefillIndex(NamedTuple):
     which share its block table.
     """
 
-    slots: Array  # i32[N], slot of each token
-    token_of: Array  # i32[R, T], packed index of each query; N stands for none
-    place_of: Array  # i32[N], its inverse: row * T + column of each token
-    block_tables: Array  # i32[R, M]
-    context_lens: Array  # i32[R], tokens up to the row's last one, 0 in padded rows
-    query_starts: Array  # i32[R], position of the row's first token
+    slots: IntArray  # i32[N], slot of each token
+    token_of: IntArray  # i32[R, T], packed index of each query; N stands for none
+    place_of: IntArray  # i32[N], its inverse: row * T + column of each token
+    block_tables: IntArray  # i32[R, M]
+    context_lens: IntArray  # i32[R], tokens up to the row's last one, 0 in padded rows
+    query_starts: IntArray  # i32[R], position of the row's first token
 
 
 @dataclass(frozen=True)

@@ -166,7 +166,7 @@ class Engine:
 
         Nothing runs unless all of them are valid. What others have added goes on meanwhile.
         """
-        many: Sequence[Any] = [prompts] if is_single_prompt(prompts) else prompts  # type: ignore[list-item, assignment]
+        many: Sequence[Any] = [prompts] if is_single_prompt(prompts) else prompts  # type: ignore[assignment]
         if params is None or isinstance(params, SamplingParams):
             params = [params or SamplingParams()] * len(many)
         if len(params) != len(many):

@@ -1,5 +1,6 @@
 """Prompts as callers write them, turned into token ids."""
 
+import operator
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -53,7 +54,7 @@ def encode(
         )
         return text, _checked(tokenizer.encode(text, add_special_tokens=False), vocab_size)
     if isinstance(prompt, Sequence) and all(_is_int(token) for token in prompt):
-        return None, _checked([int(token) for token in prompt], vocab_size)  # type: ignore[call-overload]
+        return None, _checked([operator.index(token) for token in prompt], vocab_size)  # type: ignore[arg-type]
     raise ValueError(
         f"a prompt is text, a list of token ids, or a list of chat messages; got {prompt!r:.80}"
     )

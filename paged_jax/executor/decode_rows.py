@@ -54,8 +54,9 @@ class DecodeRows:
         context_lens = np.zeros(bucket, np.int32)
         tokens[:n] = [seq.token_ids[-1] for seq in seqs]
         context_lens[:n] = [len(seq.token_ids) for seq in seqs]
-        for row in np.flatnonzero(self._num_blocks[:n] * self._block_size < context_lens[:n]):
-            self._grow_table(int(row))
+        too_short = self._num_blocks[:n] * self._block_size < context_lens[:n]
+        for row in np.flatnonzero(too_short).tolist():
+            self._grow_table(row)
         for row in self._histories:
             self._history[row, context_lens[row] - 1] = tokens[row]
         assert self._sampling is not None

@@ -15,7 +15,7 @@ class PrefillArrays(NamedTuple):
 
     tokens: np.ndarray  # i32[N]
     positions: np.ndarray  # i32[N]
-    index: PrefillIndex
+    layout: PrefillIndex
     last: np.ndarray  # i32[L]
 
 
@@ -78,7 +78,7 @@ def prefill_arrays(
         row += num_rows
         last.append(at - 1)
 
-    index = PrefillIndex(
+    layout = PrefillIndex(
         slots, token_of.reshape(R, T), place_of, block_tables, context_lens, query_starts
     )
-    return PrefillArrays(tokens, positions, index, padded(last, max_chunks))
+    return PrefillArrays(tokens, positions, layout, padded(last, max_chunks))

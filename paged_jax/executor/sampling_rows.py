@@ -25,7 +25,7 @@ def sampling_batch(seqs: Seq[Sequence], num_rows: int, history: ArrayLike) -> Sa
     all_params = [seq.request.params for seq in seqs]
 
     def column(values: list[float] | list[int], dtype: type, fill: float) -> np.ndarray:
-        out = np.full(num_rows, fill, dtype)
+        out: np.ndarray = np.full(num_rows, fill, dtype)
         out[: len(values)] = values
         return out
 
