@@ -1,0 +1,127 @@
+"""Replays a workload on an engine in real time."""
+
+import time
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from tqdm import tqdm
+
+from experiments.serving.progress import ServingProgress
+from paged_jax.compilation import count_compilations
+from paged_jax.engine import Engine
+from paged_jax.engine_core import IterationStats
+from paged_jax.outputs import RequestOutput
+from paged_jax.scheduling.sampling_params import SamplingParams
+from paged_jax.workloads import WorkloadRequest
+
+
+@dataclass(frozen=True, slots=True)
+class ServedRequest:
+    """A request and what became of it: an output, or the engine's reason to refuse it."""
+
+    request_id: str
+    request: WorkloadRequest
+    output: RequestOutput | None
+    refusal: str | None
+
+
+@dataclass(frozen=True)
+class ServedRun:
+    """A workload, served. Times in seconds."""
+
+    served: list[ServedRequest]  # by arrival
+    steps: list[IterationStats]
+    start_s: float  # on the engine's clock
+    wall_s: float
+    idle_s: float  # slept, with nothing to do before the next arrival
+    step_s: float  # in `Engine.step`: the iterations, and what is made of their tokens
+    num_compilations: int
+
+
+def require_fitting(engine: Engine, requests: Sequence[WorkloadRequest]) -> None:
+    """ValueError if the pool can never hold one of the requests, even alone."""
+    memory = engine.core.scheduler.memory
+    # The last token is never fed back, so it takes no slot.
+    slots = [request.num_prompt_tokens + request.max_tokens - 1 for request in requests]
+    if unfit := [count for count in slots if not memory.can_ever_hold(count)]:
+        block_size, num_blocks = memory.block_size, memory.num_total_blocks
+        raise ValueError(
+            f"the pool is too small for {len(unfit)} of {len(requests)} requests: the longest can "
+            f"need {-(-max(unfit) // block_size)} blocks of {block_size} slots, the pool has "
+            f"{num_blocks}; give it more blocks, or leave longer requests out with "
+            f"max_model_len={num_blocks * block_size + 1}"
+        )
+
+
+def warm_up(engine: Engine) -> float:
+    """Compile every step, behind a progress bar; returns the seconds it took."""
+    start = time.perf_counter()
+    steps = list(engine.executor.warm_up_steps())
+    with tqdm(total=len(steps), desc="warm-up") as bar:
+        for name, step in steps:
+            bar.set_postfix_str(name)
+            step()
+            bar.update()
+    return time.perf_counter() - start
+
+
+def serve(engine: Engine, requests: Sequence[WorkloadRequest], params: SamplingParams) -> ServedRun:
+    """Add each request when it arrives and step until all have ended.
+
+    requests: by arrival; each brings its output's length and says whether EOS ends it.
+    params: the rest of its sampling parameters.
+
+    A request that the engine refuses is recorded, and the others go on. Takes over the engine's
+    `on_iteration`.
+    """
+    ids = [f"request-{index}" for index in range(len(requests))]
+    upcoming = deque(zip(ids, requests, strict=True))
+    outputs: dict[str, RequestOutput] = {}
+    refusals: dict[str, str] = {}
+    steps: list[IterationStats] = []
+    idle_s = step_s = 0.0
+    engine.core.on_iteration = steps.append
+    clock = engine.core.clock
+    with count_compilations() as compiled, ServingProgress(len(requests)) as progress:
+        start = clock()
+        while upcoming or engine.has_work:
+            now = clock()
+            while upcoming and start + upcoming[0][1].arrival_s <= now:
+                request_id, request = upcoming.popleft()
+                try:
+                    _add(engine, request_id, request, params, start)
+                except ValueError as error:
+                    refusals[request_id] = str(error)
+                    progress.advance(1)
+            if engine.has_work:
+                begin = clock()
+                finished = engine.step()
+                step_s += clock() - begin
+                outputs |= {output.request_id: output for output in finished}
+                progress.advance(len(finished))
+                progress.show(steps[-1])
+            elif upcoming:
+                time.sleep(max(0.0, start + upcoming[0][1].arrival_s - now))
+                idle_s += clock() - now
+        wall_s = clock() - start
+    served = [
+        ServedRequest(request_id, request, outputs.get(request_id), refusals.get(request_id))
+        for request_id, request in zip(ids, requests, strict=True)
+    ]
+    return ServedRun(served, steps, start, wall_s, idle_s, step_s, compiled.programs)
+
+
+def _add(
+    engine: Engine,
+    request_id: str,
+    request: WorkloadRequest,
+    params: SamplingParams,
+    start_s: float,
+) -> None:
+    engine.add_request(
+        request_id,
+        request.prompt_token_ids,
+        replace(params, max_tokens=request.max_tokens, ignore_eos=request.ignore_eos),
+        arrival_time=start_s + request.arrival_s,
+    )

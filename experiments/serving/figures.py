@@ -1,0 +1,148 @@
+"""The figures of a run: what `results.json` and the tables say of it."""
+
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import replace
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+
+from experiments import reporting
+from experiments.serving.driver import ServedRun
+from paged_jax.engine import Engine
+from paged_jax.engine_core import IterationStats
+from paged_jax.outputs import RequestOutput
+
+
+def run_figures(run: ServedRun, engine: Engine, started_s: float) -> dict[str, Any]:
+    """Everything that was measured; None where there is nothing to measure.
+
+    ``started_s``: when the command started, on the engine's clock.
+    """
+    outputs = [served.output for served in run.served if served.output is not None]
+    output_tokens = sum(len(out.token_ids) for output in outputs for out in output.outputs)
+    device_s = sum(step.device_s for step in run.steps)
+    scheduler, executor = engine.core.scheduler, engine.executor
+    first_completion_s = min(
+        (times[-1] for output in outputs for times in output.metrics.token_times_s), default=None
+    )
+    return {
+        "requests": len(run.served),
+        "refused": len(run.served) - len(outputs),
+        "finish_reasons": Counter(out.finish_reason for o in outputs for out in o.outputs),
+        "input_tokens": sum(len(output.prompt_token_ids) for output in outputs),
+        "output_tokens": output_tokens,
+        "output_tokens_per_s": output_tokens / run.wall_s,
+        "wall_s": run.wall_s,
+        "idle_s": run.idle_s,
+        "step_s": run.step_s,
+        "device_s": device_s,
+        "host_fraction": _ratio(run.step_s - device_s, run.step_s),
+        "host_s_per_iteration": _ratio(run.step_s - device_s, len(run.steps)),
+        "wall_over_device": _ratio(run.wall_s - run.idle_s, device_s),
+        **_latencies(outputs),
+        "iterations": len(run.steps),
+        **_batch_sizes(run.steps),
+        "preemptions": scheduler.num_preemptions,
+        "recomputed_tokens": scheduler.num_recomputed_tokens,
+        "prefill_padding": _ratio(executor.num_padded_tokens, executor.num_prefill_tokens),
+        "kv_usage": _kv_usage(run.steps),
+        "compilations_after_warmup": run.num_compilations,
+        "first_completion_s": _since(started_s, first_completion_s),
+    }
+
+
+def _ratio(part: float, whole: float) -> float | None:
+    return part / whole if whole else None
+
+
+def _since(start_s: float, time_s: float | None) -> float | None:
+    return None if time_s is None else time_s - start_s
+
+
+def _latencies(outputs: list[RequestOutput]) -> dict[str, Any]:
+    """Seconds, each as mean and percentiles; the arrival counts, so waiting is part of them.
+
+    ttft_s: from arrival to first token, of each request.
+    tpot_s: time per token after the first, of each request that has one.
+    inter_token_s: from each token to the next, of all requests together.
+    normalised_latency_s: from arrival to last token, per output token (Kwon et al., section 6.1).
+    """
+    ttft, tpot, gaps, normalised = [], [], [], []
+    for output in outputs:
+        arrival = output.metrics.arrival_s
+        for times in output.metrics.token_times_s:
+            ttft.append(times[0] - arrival)
+            normalised.append((times[-1] - arrival) / len(times))
+            gaps += [after - before for before, after in pairwise(times)]
+            if len(times) > 1:
+                tpot.append((times[-1] - times[0]) / (len(times) - 1))
+    return {
+        "ttft_s": reporting.spread(ttft),
+        "tpot_s": reporting.spread(tpot),
+        "inter_token_s": reporting.spread(gaps),
+        "normalised_latency_s": reporting.spread(normalised),
+    }
+
+
+def batch_size(step: IterationStats) -> int:
+    """Sequences that an iteration computed for, decoding or prefilling."""
+    return step.num_decodes + step.num_prefill_seqs
+
+
+def _batch_sizes(steps: list[IterationStats]) -> dict[str, float | None]:
+    """Mean over iterations, and over time: a long iteration weighs more."""
+    if not steps:
+        return {"mean_batch_size": None, "mean_batch_size_over_time": None}
+    sizes = [batch_size(step) for step in steps]
+    weights = [step.wall_s for step in steps]
+    return {
+        "mean_batch_size": float(np.mean(sizes)),
+        "mean_batch_size_over_time": float(np.average(sizes, weights=weights)),
+    }
+
+
+def _kv_usage(steps: list[IterationStats]) -> dict[str, float] | None:
+    """Where the slots went: shares of the pool, averaged over the time of the iterations."""
+    if not steps:
+        return None
+    weights = [step.wall_s for step in steps]
+    shares = [step.usage.shares() for step in steps]
+    return {
+        name: float(np.average([share[name] for share in shares], weights=weights))
+        for name in shares[0]
+    }
+
+
+def request_rows(run: ServedRun) -> Iterator[dict[str, Any]]:
+    """A row a request, by arrival. Times in seconds from the start of the run."""
+    for served in run.served:
+        request, output = served.request, served.output
+        row: dict[str, Any] = {
+            "request_id": served.request_id,
+            "arrival_s": request.arrival_s,
+            "num_prompt_tokens": request.num_prompt_tokens,
+            "max_tokens": request.max_tokens,
+            "refusal": served.refusal,
+            "prompt": request.prompt,
+        }
+        if output is not None:
+            metrics, [completion] = output.metrics, output.outputs
+            [token_times_s] = metrics.token_times_s
+            row |= {
+                "num_output_tokens": len(completion.token_ids),
+                "finish_reason": completion.finish_reason,
+                "num_preemptions": metrics.num_preemptions,
+                "first_scheduled_s": _since(run.start_s, metrics.first_scheduled_s),
+                "first_token_s": token_times_s[0] - run.start_s,
+                "last_token_s": token_times_s[-1] - run.start_s,
+                "text": completion.text,
+                "token_ids": completion.token_ids,
+            }
+        yield row
+
+
+def step_rows(run: ServedRun) -> Iterator[IterationStats]:
+    """A row an iteration, its start in seconds from the start of the run."""
+    return (replace(step, start_s=step.start_s - run.start_s) for step in run.steps)

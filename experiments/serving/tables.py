@@ -1,0 +1,112 @@
+"""A run as people read it: completions, tables, summary.md."""
+
+import textwrap
+from collections.abc import Sequence
+from typing import Any
+
+from experiments import reporting
+from experiments.serving.driver import ServedRun
+
+Row = tuple[object, ...]
+Table = tuple[str, tuple[str, ...], list[Row]]  # title, columns, rows
+
+_SHOWN_CHARACTERS = 400
+_KV_NAMES = {
+    "token_states": "token states",
+    "reserved": "reserved",
+    "internal": "internal fragmentation",
+    "external": "external fragmentation",
+    "free": "free",
+}
+
+
+def tables(figures: dict[str, Any]) -> list[Table]:
+    """What was served and how fast, how long it took, where the KV slots went."""
+    return [
+        (
+            "Served",
+            ("figure", "value"),
+            [
+                ("requests", figures["requests"]),
+                ("of which refused", figures["refused"]),
+                ("input tokens", figures["input_tokens"]),
+                ("output tokens", figures["output_tokens"]),
+                ("output tokens/s", figures["output_tokens_per_s"]),
+                ("wall time (s)", figures["wall_s"]),
+                ("of which idle (s)", figures["idle_s"]),
+                ("iterations", figures["iterations"]),
+                ("mean batch size, of iterations", figures["mean_batch_size"]),
+                ("mean batch size, over time", figures["mean_batch_size_over_time"]),
+                ("preemptions", figures["preemptions"]),
+                ("host share of the step (%)", _percent(figures["host_fraction"])),
+                ("host work per iteration (ms)", _times(1e3, figures["host_s_per_iteration"])),
+                ("padding in prefill (% of tokens)", _percent(figures["prefill_padding"])),
+                ("compilations after warm-up", figures["compilations_after_warmup"]),
+                ("first completion after (s, since the start)", figures["first_completion_s"]),
+            ],
+        ),
+        (
+            "Latency",
+            ("of", "mean", "p50", "p99"),
+            [
+                _spread_row("time to first token (s)", figures["ttft_s"]),
+                _spread_row("time per token after the first (ms)", figures["tpot_s"], 1e3),
+                _spread_row("token to token, all requests (ms)", figures["inter_token_s"], 1e3),
+                _spread_row(
+                    "normalised: per output token, waiting included (ms)",
+                    figures["normalised_latency_s"],
+                    1e3,
+                ),
+            ],
+        ),
+        (
+            "KV slots",
+            ("held as", "share of the pool over time (%)"),
+            [
+                (name, _percent((figures["kv_usage"] or {}).get(key)))
+                for key, name in _KV_NAMES.items()
+            ],
+        ),
+    ]
+
+
+def _times(factor: float, value: float | None) -> float | None:
+    return None if value is None else factor * value
+
+
+def _percent(fraction: float | None) -> float | None:
+    return _times(100, fraction)
+
+
+def _spread_row(name: str, spread: dict[str, float | None], factor: float = 1.0) -> Row:
+    return name, *(_times(factor, value) for value in spread.values())
+
+
+def print_completions(run: ServedRun, count: int) -> None:
+    """The first ``count`` prompts and what became of them."""
+    for served in run.served[:count]:
+        request = served.request
+        prompt = request.prompt or f"({request.num_prompt_tokens} random tokens)"
+        print(f"{served.request_id}: {_shortened(prompt)}")
+        if served.output is None:
+            print(f"  refused: {served.refusal}\n")
+            continue
+        [completion] = served.output.outputs
+        num_tokens, reason = len(completion.token_ids), completion.finish_reason
+        print(textwrap.indent(textwrap.fill(_shortened(completion.text), 98), "  "))
+        print(f"  ({num_tokens} tokens, {reason})\n")
+
+
+def _shortened(text: str) -> str:
+    return textwrap.shorten(text, _SHOWN_CHARACTERS, placeholder=" …")
+
+
+def summary(title: str, command: str, notes: Sequence[str], parts: Sequence[Table]) -> str:
+    """``summary.md``."""
+    lines = [f"# {title}\n", f"    {command}\n"]
+    lines += ["".join(f"- {note}\n" for note in notes)] if notes else []
+    lines += [
+        f"## {name}\n\n{reporting.markdown_table(columns, rows)}" for name, columns, rows in parts
+    ]
+    lines += ["![batch size and KV use over time](timeline.png)\n"]
+    return "\n".join(lines)
