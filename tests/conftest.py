@@ -1,21 +1,77 @@
-"""Shared by all tests: compiled programs are kept between runs, and the tiny model is read once."""
+"""Shared by all tests: the tiny model and engines around it, built and compiled once."""
 
 import os
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
+
+if TYPE_CHECKING:
+    from paged_jax import Engine
+    from paged_jax.loading import LoadedModel
 
 TESTS = Path(__file__).parent
 TINY_LM = TESTS / "fixtures" / "tiny_lm"
 
-# Before JAX is imported. Compiling takes most of the tests' time; a second run is twice as fast.
+# Before JAX is imported. Most of the tests' time is compilation: kept, a second run needs a third.
 os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(TESTS.parent / ".pytest_cache" / "xla"))
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
 
+# Few buckets: three of decode rows, four of prefill tokens.
+SMALL_LIMITS = {
+    "block_size": 16,
+    "num_blocks": 64,
+    "max_num_seqs": 4,
+    "max_num_batched_tokens": 32,
+    "max_model_len": 512,
+    "max_prefill_seqs": 4,
+    "warm_up": False,
+    "progress": False,
+}
+
 
 @pytest.fixture(scope="session")
-def tiny_model():
+def tiny_model() -> "LoadedModel":
     """The trained byte-level model of tests/fixtures/tiny_lm, in float32."""
     from paged_jax.loading import load_model
 
     return load_model(str(TINY_LM), "float32")
+
+
+def assert_idle(engine: "Engine") -> None:
+    """Nothing is left of any request."""
+    scheduler = engine.core.scheduler
+    assert not engine.has_work
+    assert scheduler.num_running == scheduler.num_waiting == 0
+    assert scheduler.memory.num_free_blocks == scheduler.memory.num_total_blocks
+    scheduler.memory.check_invariants()
+    assert not engine._records
+    assert not engine._sequence_records
+
+
+@pytest.fixture(scope="session")
+def engine_with(tiny_model) -> Iterator[Callable[..., "Engine"]]:
+    """Engines of `SMALL_LIMITS` and what is given; asked for again, the same one, if it is idle."""
+    from paged_jax import Engine
+
+    engines: dict[tuple, Engine] = {}
+
+    def build(**limits) -> Engine:
+        key = tuple(sorted(limits.items()))
+        if key not in engines:
+            engines[key] = Engine(tiny_model, **SMALL_LIMITS | limits)
+        assert_idle(engines[key])
+        return engines[key]
+
+    yield build
+    for engine in engines.values():
+        assert_idle(engine)
+
+
+@pytest.fixture
+def engine(engine_with) -> Iterator["Engine"]:
+    """The engine of `SMALL_LIMITS`; a test must leave nothing in it."""
+    engine = engine_with()
+    yield engine
+    assert_idle(engine)
