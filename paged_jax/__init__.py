@@ -7,10 +7,14 @@ Public names load on first use, so that host code (``paged_jax.memory``,
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from paged_jax.xla_flags import prefer_vector_loops
+
 if TYPE_CHECKING:
     from paged_jax.engine import Engine
     from paged_jax.outputs import CompletionOutput, RequestOutput
     from paged_jax.scheduling.sampling_params import SamplingParams
+
+prefer_vector_loops()
 
 _HOME = {
     "Engine": "paged_jax.engine",

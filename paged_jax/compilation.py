@@ -1,12 +1,15 @@
-"""JAX's compilations: kept on disk between runs, and counted."""
+"""JAX's compilations: done ahead, kept on disk between runs, and counted."""
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 import jax
+from jax.stages import Lowered
+from tqdm import tqdm
 
 
 def use_persistent_cache() -> None:
@@ -20,6 +23,25 @@ def use_persistent_cache() -> None:
         jax.config.update("jax_compilation_cache_dir", str(cache_home / "paged_jax" / "xla"))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+
+
+def compile_all(lowerings: Mapping[str, Callable[[], Lowered]], *, progress: bool) -> None:
+    """Compile jitted functions for given arguments, so that calling them compiles nothing.
+
+    Nothing runs. Threads overlap the tracing of one with the compilation of another.
+    """
+    with (
+        ThreadPoolExecutor(max(2, (os.cpu_count() or 1) // 2)) as pool,
+        tqdm(total=len(lowerings), desc="compiling", unit="step", disable=not progress) as bar,
+    ):
+        jobs = [pool.submit(_compile, lower) for lower in lowerings.values()]
+        for job in as_completed(jobs):
+            job.result()
+            bar.update()
+
+
+def _compile(lower: Callable[[], Lowered]) -> None:
+    lower().compile()
 
 
 @dataclass

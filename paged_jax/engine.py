@@ -9,6 +9,7 @@ Names follow vLLM's where the same thing exists there.
 
 import itertools
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -17,7 +18,7 @@ import numpy as np
 from tqdm import tqdm
 
 from paged_jax import kv_cache
-from paged_jax.compilation import use_persistent_cache
+from paged_jax.compilation import compile_all, use_persistent_cache
 from paged_jax.engine_core import EngineCore, Iteration, IterationStats
 from paged_jax.executor.jax_executor import JaxExecutor
 from paged_jax.executor.sampling_rows import check_end_tokens
@@ -35,7 +36,7 @@ from pallas_kernels.paged_attention import resolve
 
 # (device is a CPU) -> defaults; a laptop's compute saturates early.
 _DEFAULTS = {
-    True: {"dtype": "float32", "max_num_seqs": 32, "max_num_batched_tokens": 512},
+    True: {"dtype": "float32", "max_num_seqs": 32, "max_num_batched_tokens": 256},
     False: {"dtype": "bfloat16", "max_num_seqs": 256, "max_num_batched_tokens": 4096},
 }
 
@@ -48,7 +49,7 @@ class Engine:
     block_size: slots (tokens) per KV block.
     num_blocks: blocks of the pool; None: as many as are needed, or fit (`paged_jax.pool_size`).
     max_num_seqs: sequences that run at a time; None: 32 on a CPU, 256 on a GPU.
-    max_num_batched_tokens: tokens per iteration; None: 512 on a CPU, 4096 on a GPU. Longer prompts
+    max_num_batched_tokens: tokens per iteration; None: 256 on a CPU, 4096 on a GPU. Longer prompts
         are prefilled in chunks.
     max_model_len: longest sequence, prompt and output; None: what the model was made for.
     max_prefill_seqs: prompts prefilled in one step.
@@ -145,15 +146,14 @@ class Engine:
         self.core = EngineCore(scheduler, self.executor, on_iteration=on_iteration)
         self._records: dict[str, RequestRecord] = {}
         self._sequence_records: dict[int, SequenceRecord] = {}
+        # Outputs that their callers have not taken yet: of `generate` and `stream` by request, and
+        # of all others for `step`.
+        self._mailboxes: dict[str, deque[RequestOutput]] = {}
+        self._outbox: deque[RequestOutput] = deque()
         self._numbers = itertools.count()
         self._seeds = np.random.default_rng(seed)
         if warm_up:
-            steps = list(self.executor.warm_up_steps())
-            with tqdm(total=len(steps), desc="warm-up", disable=not progress) as bar:
-                for name, step in steps:
-                    bar.set_postfix_str(name)
-                    step()
-                    bar.update()
+            compile_all(dict(self.executor.lowerings()), progress=progress)
 
     def generate(
         self,
@@ -197,13 +197,23 @@ class Engine:
     def stream(
         self, prompt: Prompt, params: SamplingParams | None = None
     ) -> Iterator[RequestOutput]:
-        """Complete one prompt; yields all of its output so far after every token."""
+        """Complete one prompt; yields all of its output so far after every token.
+
+        Several streams may be read in turns; each advances the engine when it has nothing to yield.
+        """
         request_id = self.add_request(None, prompt, params, stream=True)
+        mailbox = self._mailboxes[request_id] = deque()
         try:
-            while request_id in self._records:
-                yield from (out for out in self.step() if out.request_id == request_id)
+            finished = False
+            while not finished:
+                while not mailbox:
+                    self._advance()
+                output = mailbox.popleft()
+                finished = output.finished
+                yield output
         finally:
             self.abort(request_id)
+            del self._mailboxes[request_id]
 
     def add_request(
         self,
@@ -229,13 +239,12 @@ class Engine:
         if params.min_tokens:
             check_end_tokens(len({*params.stop_token_ids, *self.config.eos_token_ids}))
         request = Request(
-            request_id if request_id is not None else f"request-{next(self._numbers)}",
+            self._new_id() if request_id is None else request_id,
             token_ids,
             params,
             self.core.clock() if arrival_time is None else arrival_time,
             params.seed if params.seed is not None else int(self._seeds.integers(2**32)),
         )
-        self.core.scheduler.add(request)
         decodes_early = stream or params.stop_strings
         sequences = [
             SequenceRecord(
@@ -246,19 +255,34 @@ class Engine:
             )
             for seq in request.sequences
         ]
+        self.core.scheduler.add(request)
         self._sequence_records |= {record.seq.seq_id: record for record in sequences}
         self._records[request.request_id] = RequestRecord(request, text, stream, sequences)
         return request.request_id
 
+    def _new_id(self) -> str:
+        """One that no request has."""
+        names = (f"request-{number}" for number in self._numbers)
+        return next(name for name in names if name not in self._records)
+
     @property
     def has_work(self) -> bool:
-        """Whether any request is waiting or running."""
-        return self.core.scheduler.has_work
+        """Whether any request is waiting or running, or has an output that `step` returns."""
+        return self.core.scheduler.has_work or bool(self._outbox)
 
     def step(self) -> list[RequestOutput]:
-        """One iteration; returns requests that finished, and streams that got a token."""
-        if not self.has_work:
-            return []
+        """One iteration; returns what has been added by `add_request` and has finished, or got a
+        token if it streams. Nothing is lost while `generate` or `stream` advances the engine.
+        """
+        self._advance()
+        outputs = list(self._outbox)
+        self._outbox.clear()
+        return outputs
+
+    def _advance(self) -> None:
+        """One iteration; its outputs go to those who wait for them."""
+        if not self.core.scheduler.has_work:
+            return
         iteration = self.core.step()
         self._take_tokens(iteration)
         touched = {
@@ -266,14 +290,13 @@ class Engine:
             for seq in iteration.sampled
             if seq.request.request_id in self._records
         }
-        outputs = []
         for request_id in touched:
             record = self._records[request_id]
+            mailbox = self._mailboxes.get(request_id, self._outbox)
             if record.request.is_finished:
-                outputs.append(self._close(request_id))
+                mailbox.append(self._close(request_id))
             elif record.streams:
-                outputs.append(record.output())
-        return outputs
+                mailbox.append(record.output())
 
     def _take_tokens(self, iteration: Iteration) -> None:
         """Note tokens and times, and end what a stop string ends."""
@@ -298,7 +321,10 @@ class Engine:
         if request_id not in self._records:
             return None
         self.core.scheduler.abort(request_id)
-        return self._close(request_id)
+        output = self._close(request_id)
+        if request_id in self._mailboxes:
+            self._mailboxes[request_id].append(output)
+        return output
 
     def _close(self, request_id: str) -> RequestOutput:
         record = self._records.pop(request_id)
@@ -309,18 +335,24 @@ class Engine:
 
     def _run(self, ids: list[str], progress: bool) -> list[RequestOutput]:
         """Step until all of these have ended."""
+        mailbox: deque[RequestOutput] = deque()
+        self._mailboxes |= dict.fromkeys(ids, mailbox)
         done: dict[str, RequestOutput] = {}
         num_tokens, start = 0, time.perf_counter()
-        with tqdm(total=len(ids), unit="request", disable=not progress) as bar:
-            while len(done) < len(ids):
-                for output in self.step():
-                    if not output.finished or output.request_id not in ids:
-                        continue
-                    done[output.request_id] = output
-                    num_tokens += sum(len(out.token_ids) for out in output.outputs)
-                    rate = num_tokens / (time.perf_counter() - start)
-                    bar.set_postfix_str(f"{rate:.0f} tokens/s")
-                    bar.update()
+        try:
+            with tqdm(total=len(ids), unit="request", disable=not progress) as bar:
+                while len(done) < len(ids):
+                    self._advance()
+                    while mailbox:
+                        output = mailbox.popleft()
+                        done[output.request_id] = output
+                        num_tokens += sum(len(out.token_ids) for out in output.outputs)
+                        rate = num_tokens / (time.perf_counter() - start)
+                        bar.set_postfix_str(f"{rate:.0f} tokens/s")
+                        bar.update()
+        finally:
+            for request_id in ids:
+                del self._mailboxes[request_id]
         return [done[request_id] for request_id in ids]
 
 

@@ -51,6 +51,16 @@ class SequenceRecord:
         self.stopped = True
         return stop
 
+    @property
+    def shown_text(self) -> str:
+        """The text, without an end that a stop string may yet take back."""
+        params = self.seq.request.params
+        if self.seq.is_finished or params.include_stop_str_in_output:
+            return self.text
+        beginnings = (stop[:n] for stop in params.stop_strings for n in range(1, len(stop)))
+        num_held = max((len(b) for b in beginnings if self.text.endswith(b)), default=0)
+        return self.text[: len(self.text) - num_held]
+
     def finish(self, tokenizer: Tokenizer) -> None:
         """Complete the text, unless a stop string has cut it."""
         if self.stopped:
@@ -81,7 +91,7 @@ class RequestRecord:
         outputs = [
             CompletionOutput(
                 index=record.seq.index,
-                text=record.text,
+                text=record.shown_text,
                 token_ids=record.seq.output_token_ids,
                 finish_reason=record.seq.finish_reason,
                 stop_reason=record.seq.stop_reason,

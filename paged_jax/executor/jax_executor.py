@@ -1,20 +1,20 @@
 """Runs iterations on the device with the jitted steps."""
 
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
+from jax.stages import Lowered
 
 from paged_jax.attention import PagedAttention
 from paged_jax.decode import decode_step, head_step, prefill_step
 from paged_jax.executor.buckets import bucket_of, padded, prefill_buckets
 from paged_jax.executor.decode_rows import DecodeRows
 from paged_jax.executor.interface import StepResult, TokenLogprobs
-from paged_jax.executor.prefill_arrays import PrefillShape, prefill_arrays
+from paged_jax.executor.prefill_arrays import PrefillArrays, PrefillShape, prefill_arrays
 from paged_jax.executor.sampling_rows import needs_history, sampling_batch
 from paged_jax.kv_cache import PagedKVCache
 from paged_jax.memory.interface import MemoryManager
@@ -85,10 +85,9 @@ class JaxExecutor:
         return StepResult(tokens, logprobs, time.perf_counter() - start)
 
     def _decode(self, seqs: list[Sequence]) -> Sampled:
-        return self._run_decode(*self._rows.update(seqs))
-
-    def _run_decode(self, *arrays: Any) -> Sampled:
-        self.cache, sampled = decode_step(self._params, self.cache, *arrays, **self._static)
+        self.cache, sampled = decode_step(
+            self._params, self.cache, *self._rows.update(seqs), **self._static
+        )
         return sampled
 
     def _prefill(self, chunks: list[PrefillChunk]) -> jax.Array:
@@ -97,18 +96,19 @@ class JaxExecutor:
         bucket = bucket_of(self._prefill_buckets, num_tokens)
         self.num_prefill_tokens += bucket
         self.num_padded_tokens += bucket - num_tokens
-        return self._run_prefill(chunks, bucket)
+        self.cache, hidden = prefill_step(
+            self._params, self.cache, *self._prefill_arrays(chunks, bucket), **self._static
+        )
+        return hidden
 
-    def _run_prefill(self, chunks: list[PrefillChunk], bucket: int) -> jax.Array:
-        arrays = prefill_arrays(
+    def _prefill_arrays(self, chunks: list[PrefillChunk], bucket: int) -> PrefillArrays:
+        return prefill_arrays(
             chunks,
             PrefillShape.of(bucket, self._max_prefill_seqs),
             self._memory,
             max_chunks=self._max_prefill_seqs,
             max_blocks=self._rows.block_tables.shape[1],
         )
-        self.cache, hidden = prefill_step(self._params, self.cache, *arrays, **self._static)
-        return hidden
 
     def _head(self, hidden: jax.Array, rows: list[int], seqs: list[Sequence]) -> Sampled:
         bucket = bucket_of(self._head_buckets, len(rows))
@@ -126,29 +126,37 @@ class JaxExecutor:
             config=self._static["config"],
         )
 
-    def warm_up_steps(self) -> Iterable[tuple[str, Callable[[], object]]]:
-        """Every step that can occur, to be compiled by running it on padding alone."""
+    def lowerings(self) -> Iterator[tuple[str, Callable[[], Lowered]]]:
+        """Every step that can occur, by name, as a function that traces it for compilation."""
         for bucket in self._rows.buckets:
-            yield f"decode {bucket}", partial(self._warm_decode, bucket)
+            yield f"decode {bucket}", partial(self._lower_decode, bucket)
         for bucket in self._prefill_buckets:
-            yield f"prefill {bucket}", partial(self._warm_prefill, bucket)
+            yield f"prefill {bucket}", partial(self._lower_prefill, bucket)
         for bucket in self._head_buckets:
-            yield f"head {bucket}", partial(self._warm_head, bucket)
+            yield f"head {bucket}", partial(self._lower_head, bucket)
 
-    def _warm_decode(self, bucket: int) -> None:
+    def _lower_decode(self, bucket: int) -> Lowered:
         zeros = np.zeros(bucket, np.int32)
         tables = np.zeros((bucket, self._rows.block_tables.shape[1]), np.int32)
         history = np.zeros((bucket, self._max_model_len), np.int32)
-        sampling = jax.device_put(sampling_batch([], bucket, history))
-        jax.block_until_ready(self._run_decode(zeros, zeros, tables, zeros, sampling))
+        sampling = sampling_batch([], bucket, history)
+        return decode_step.lower(
+            self._params, self.cache, zeros, zeros, tables, zeros, sampling, **self._static
+        )
 
-    def _warm_prefill(self, bucket: int) -> None:
-        self._run_prefill([], bucket).block_until_ready()
+    def _lower_prefill(self, bucket: int) -> Lowered:
+        arrays = self._prefill_arrays([], bucket)
+        return prefill_step.lower(self._params, self.cache, *arrays, **self._static)
 
-    def _warm_head(self, bucket: int) -> None:
+    def _lower_head(self, bucket: int) -> Lowered:
         config = self._static["config"]
-        hidden = jnp.zeros((self._max_prefill_seqs, config.hidden_size), self.cache.k[0].dtype)
-        jax.block_until_ready(self._head(hidden, [0] * bucket, []))
+        hidden = jax.ShapeDtypeStruct(
+            (self._max_prefill_seqs, config.hidden_size), self.cache.k[0].dtype
+        )
+        zeros = np.zeros(bucket, np.int32)
+        history = np.zeros((bucket, self._max_model_len), np.int32)
+        sampling = sampling_batch([], bucket, history)
+        return head_step.lower(self._params, hidden, zeros, zeros, sampling, config=config)
 
 
 def _logprobs(seqs: list[Sequence], sampled: Sampled) -> list[TokenLogprobs | None]:

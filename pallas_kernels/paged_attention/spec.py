@@ -75,9 +75,9 @@ def check_call(
             f"q, k_cache and v_cache differ in dtype: {q.dtype}, {k_cache.dtype}, {v_cache.dtype}"
         )
     B, _, Hq, D = q.shape
-    _, Hk, _, D_cache = k_cache.shape
-    if D != D_cache:
-        raise ValueError(f"q has head size {D}, the cache {D_cache}")
+    _, Hk, _, cache_head_size = k_cache.shape
+    if cache_head_size != D:
+        raise ValueError(f"q has head size {D}, the cache {cache_head_size}")
     if Hq % Hk:
         raise ValueError(f"{Hq} query heads are not a multiple of {Hk} KV heads")
     for name in ("block_tables", "context_lens", "query_starts"):

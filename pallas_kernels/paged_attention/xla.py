@@ -1,13 +1,16 @@
 """Paged attention in XLA, for any device: a loop over chunks of blocks with an online softmax.
 
 Two ideas keep it near the cost of contiguous attention. Temporaries are what a gather costs, so
-only a small tile is gathered at a time: a few rows, about 128 tokens each. And the work follows the
+only a small tile is gathered at a time: about 128 tokens of a few rows, on a CPU as many as stay in
+a core's cache. And the work follows the
 contexts, not the width of the table: rows are sorted by length and cut into groups, and each group
 loops until its longest row is done.
 
 A chunk holds the same tokens whatever the block size (any that divides 128), so the sums run in
 the same order and results do not depend on it.
 """
+
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -16,10 +19,12 @@ from jax import Array, lax
 from pallas_kernels.paged_attention.spec import AttentionOptions, AttentionResult
 
 CHUNK_TOKENS = 128
-# Rows that loop together.
-GROUP_ROWS = 8
+# Keys and values that a group of rows gathers at a time: below a core's L2 cache, or enough to
+# occupy a GPU.
+TILE_BYTES = {"cpu": 768 << 10}
+DEFAULT_TILE_BYTES = 32 << 20
 # Stands for minus infinity where two are subtracted; below any score.
-LOWEST = float(jnp.finfo(jnp.float32).min) / 2
+LOWEST = -1e38
 
 
 def attend(
@@ -44,7 +49,8 @@ def attend(
         first_chunk = jnp.maximum(query_starts + 1 - options.sliding_window, 0) // chunk
     num_chunks = jnp.maximum(-(-context_lens // chunk) - first_chunk, 0)
 
-    group = min(B, GROUP_ROWS)
+    tile_bytes = TILE_BYTES.get(jax.default_backend(), DEFAULT_TILE_BYTES)
+    group = min(B, max(1, tile_bytes // (2 * chunk * Hk * D * k_cache.dtype.itemsize)))
     num_groups = -(-B // group)
     rows = jnp.arange(B) if num_groups == 1 else jnp.argsort(-num_chunks)
 
@@ -57,8 +63,8 @@ def attend(
     tables = jnp.pad(block_tables, ((0, 0), (0, -block_tables.shape[1] % blocks_per_chunk)))
     inputs = (q_rows, tables, context_lens, query_starts, first_chunk, num_chunks)
 
-    def one_group(args: tuple[Array, ...]) -> tuple[Array, Array, Array]:
-        return _attend_group(*args, k_cache, v_cache, chunk=chunk, T=T, options=options)
+    def one_group(args: Any) -> tuple[Array, Array, Array]:
+        return _attend_group(k_cache, v_cache, *args, chunk=chunk, T=T, options=options)
 
     out, top, total = lax.map(one_group, jax.tree.map(grouped, inputs))
 
@@ -77,14 +83,14 @@ def attend(
 
 
 def _attend_group(
+    k_cache: Array,  # [P, Hk, S, D]
+    v_cache: Array,  # [P, Hk, S, D]
     q: Array,  # [W, Hk, T * G, D]
     tables: Array,  # i32[W, M]
     context_lens: Array,  # i32[W]
     query_starts: Array,  # i32[W]
     first_chunk: Array,  # i32[W]
     num_chunks: Array,  # i32[W]
-    k_cache: Array,  # [P, Hk, S, D]
-    v_cache: Array,  # [P, Hk, S, D]
     *,
     chunk: int,
     T: int,
@@ -98,7 +104,7 @@ def _attend_group(
     heads = jnp.arange(Hk)[:, None]
     positions = query_starts[:, None] + jnp.repeat(jnp.arange(T), TG // T)  # [W, T * G]
 
-    def step(state: tuple[Array, ...]) -> tuple[Array, ...]:
+    def step(state: tuple[Array, Array, Array, Array]) -> tuple[Array, Array, Array, Array]:
         i, top, total, out = state
         at = first_chunk + i  # i32[W]
         entries = at[:, None] * (chunk // S) + jnp.arange(chunk // S)
@@ -112,19 +118,21 @@ def _attend_group(
         if options.sliding_window is not None:
             visible &= slots[:, None] > positions[..., None] - options.sliding_window
 
-        k = k_blocks.at[ids].get(mode="promise_in_bounds").reshape(W, Hk, chunk, D)
-        v = v_blocks.at[ids].get(mode="promise_in_bounds").reshape(W, Hk, chunk, D)
-        v = jnp.where(written[:, None, :, None], v, 0)  # unused slots may hold NaN
+        def gather(cache: Array) -> Array:  # [W, Hk, chunk, D]
+            x = cache.at[ids].get(mode="promise_in_bounds").reshape(W, Hk, chunk, D)
+            return jnp.where(written[:, None, :, None], x, 0)  # unused slots may hold NaN
 
+        # Keys first: XLA's CPU products are faster so, by a quarter.
         scores = options.scale * jnp.einsum(
-            "whqd,whcd->whqc", q, k, preferred_element_type=jnp.float32
-        )
+            "whcd,whqd->whcq", gather(k_blocks), q, preferred_element_type=jnp.float32
+        ).swapaxes(2, 3)
         if options.soft_cap is not None:
             scores = options.soft_cap * jnp.tanh(scores / options.soft_cap)
         scores = jnp.where(visible[:, None], scores, -jnp.inf)
         new_top = jnp.maximum(top, jnp.max(scores, axis=-1))
         weights = jnp.exp(scores - new_top[..., None])
         shrink = jnp.exp(top - new_top)
+        v = gather(v_blocks)
         new_out = jnp.einsum(
             "whqc,whcd->whqd", weights.astype(v.dtype), v, preferred_element_type=jnp.float32
         )
