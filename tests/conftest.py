@@ -47,6 +47,7 @@ def assert_idle(engine: "Engine") -> None:
     assert scheduler.memory.num_free_blocks == scheduler.memory.num_total_blocks
     scheduler.memory.check_invariants()
     assert not engine._records
+    assert not engine._mailboxes
     assert not engine._sequence_records
 
 
@@ -74,4 +75,8 @@ def engine(engine_with) -> Iterator["Engine"]:
     """The engine of `SMALL_LIMITS`; a test must leave nothing in it."""
     engine = engine_with()
     yield engine
-    assert_idle(engine)
+    try:
+        assert_idle(engine)
+    finally:  # other tests go on
+        for request_id in list(engine._records):
+            engine.abort(request_id)
