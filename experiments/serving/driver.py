@@ -5,10 +5,8 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from tqdm import tqdm
-
 from experiments.serving.progress import ServingProgress
-from paged_jax.compilation import count_compilations
+from paged_jax.compilation import compile_all, count_compilations
 from paged_jax.engine import Engine
 from paged_jax.engine_core import IterationStats
 from paged_jax.outputs import RequestOutput
@@ -57,12 +55,7 @@ def require_fitting(engine: Engine, requests: Sequence[WorkloadRequest]) -> None
 def warm_up(engine: Engine) -> float:
     """Compile every step, behind a progress bar; returns the seconds it took."""
     start = time.perf_counter()
-    steps = list(engine.executor.warm_up_steps())
-    with tqdm(total=len(steps), desc="warm-up") as bar:
-        for name, step in steps:
-            bar.set_postfix_str(name)
-            step()
-            bar.update()
+    compile_all(dict(engine.executor.lowerings()), progress=True)
     return time.perf_counter() - start
 
 
@@ -72,8 +65,8 @@ def serve(engine: Engine, requests: Sequence[WorkloadRequest], params: SamplingP
     requests: by arrival; each brings its output's length and says whether EOS ends it.
     params: the rest of its sampling parameters.
 
-    A request that the engine refuses is recorded, and the others go on. Takes over the engine's
-    `on_iteration`.
+    A request that the engine refuses is recorded, and the others go on. The engine's
+    `on_iteration` is taken over.
     """
     ids = [f"request-{index}" for index in range(len(requests))]
     upcoming = deque(zip(ids, requests, strict=True))

@@ -18,12 +18,13 @@ from paged_jax.outputs import RequestOutput
 def run_figures(run: ServedRun, engine: Engine, started_s: float) -> dict[str, Any]:
     """Everything that was measured; None where there is nothing to measure.
 
-    ``started_s``: when the command started, on the engine's clock.
+    engine: which has served nothing else.
+    started_s: when the command started, on the engine's clock.
     """
     outputs = [served.output for served in run.served if served.output is not None]
     output_tokens = sum(len(out.token_ids) for output in outputs for out in output.outputs)
     device_s = sum(step.device_s for step in run.steps)
-    scheduler, executor = engine.core.scheduler, engine.executor
+    executor = engine.executor
     first_completion_s = min(
         (times[-1] for output in outputs for times in output.metrics.token_times_s), default=None
     )
@@ -41,13 +42,13 @@ def run_figures(run: ServedRun, engine: Engine, started_s: float) -> dict[str, A
         "host_fraction": _ratio(run.step_s - device_s, run.step_s),
         "host_s_per_iteration": _ratio(run.step_s - device_s, len(run.steps)),
         "wall_over_device": _ratio(run.wall_s - run.idle_s, device_s),
-        **_latencies(outputs),
+        **latencies(outputs),
         "iterations": len(run.steps),
-        **_batch_sizes(run.steps),
-        "preemptions": scheduler.num_preemptions,
-        "recomputed_tokens": scheduler.num_recomputed_tokens,
+        **mean_batch_sizes(run.steps),
+        "preemptions": sum(step.num_preempted for step in run.steps),
+        "recomputed_tokens": engine.core.scheduler.num_recomputed_tokens,
         "prefill_padding": _ratio(executor.num_padded_tokens, executor.num_prefill_tokens),
-        "kv_usage": _kv_usage(run.steps),
+        "kv_usage": kv_usage(run.steps),
         "compilations_after_warmup": run.num_compilations,
         "first_completion_s": _since(started_s, first_completion_s),
     }
@@ -61,7 +62,7 @@ def _since(start_s: float, time_s: float | None) -> float | None:
     return None if time_s is None else time_s - start_s
 
 
-def _latencies(outputs: list[RequestOutput]) -> dict[str, Any]:
+def latencies(outputs: list[RequestOutput]) -> dict[str, Any]:
     """Seconds, each as mean and percentiles; the arrival counts, so waiting is part of them.
 
     ttft_s: from arrival to first token, of each request.
@@ -91,7 +92,7 @@ def batch_size(step: IterationStats) -> int:
     return step.num_decodes + step.num_prefill_seqs
 
 
-def _batch_sizes(steps: list[IterationStats]) -> dict[str, float | None]:
+def mean_batch_sizes(steps: list[IterationStats]) -> dict[str, float | None]:
     """Mean over iterations, and over time: a long iteration weighs more."""
     if not steps:
         return {"mean_batch_size": None, "mean_batch_size_over_time": None}
@@ -103,7 +104,7 @@ def _batch_sizes(steps: list[IterationStats]) -> dict[str, float | None]:
     }
 
 
-def _kv_usage(steps: list[IterationStats]) -> dict[str, float] | None:
+def kv_usage(steps: list[IterationStats]) -> dict[str, float] | None:
     """Where the slots went: shares of the pool, averaged over the time of the iterations."""
     if not steps:
         return None
