@@ -52,10 +52,10 @@ def check(impl: str, case: Case, *, decode: bool = False, tolerance: float = 2e-
 
 
 def contexts_for(rng: np.random.Generator, block_size: int, max_blocks: int) -> list[int]:
-    """Of 12 rows: nothing, one token, around a block's size and the table's, and others."""
+    """Of 11 rows: nothing, one token, around a block's size and the table's, and others."""
     longest = block_size * max_blocks
     edges = [0, 1, block_size - 1, block_size, block_size + 1, longest, longest - 1]
-    others = rng.integers(1, longest, 5).tolist()
+    others = rng.integers(1, longest, 4).tolist()
     return rng.permutation([min(max(context, 0), longest) for context in edges + others]).tolist()
 
 
@@ -128,15 +128,24 @@ def test_narrow_types_keep_float32_statistics(impl, dtype, tolerance):
 
 
 def standard_case(seed: int) -> Case:
-    """One shape for many tests, so that it is compiled once."""
+    """One shape for many tests, so that it is compiled once. On a CPU "xla" takes it in groups of
+    three rows."""
     rng = np.random.default_rng(seed)
-    return make_case(rng, contexts_for(rng, 16, 20), block_size=16, max_blocks=20)
+    return make_case(
+        rng,
+        contexts_for(rng, 16, 20),
+        block_size=16,
+        max_blocks=20,
+        num_heads=8,
+        num_kv_heads=4,
+        head_dim=64,
+    )
 
 
 @every_implementation
 def test_large_scores_do_not_overflow(impl):
     case = standard_case(6)
-    check(impl, Case(case.q * 1e3, case.k_cache * 1e3, *case.arrays[2:]), decode=True)
+    check(impl, Case(case.q * 300, case.k_cache * 300, *case.arrays[2:]), decode=True)
 
 
 @every_implementation
@@ -194,7 +203,7 @@ def test_partial_results_combine_into_the_whole(impl, cut):
     """Contexts split after `cut` blocks, as split-KV kernels and cascades do."""
     case = standard_case(cut)
     q, k, v, tables, lens = case.decode_arrays
-    slots = cut * k.shape[2]
+    slots = cut * 16
     parts = [
         (tables, np.minimum(lens, slots)),
         (np.roll(tables, -cut, axis=1), np.maximum(lens - slots, 0)),
