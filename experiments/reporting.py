@@ -6,13 +6,14 @@ An experiment defines its absl flags at module level and ends with
         reporting.run(main)
 """
 
+import csv
 import dataclasses
 import json
 import os
 import platform
 import subprocess
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from importlib import metadata
 from pathlib import Path
 from typing import Any, NoReturn
@@ -97,6 +98,16 @@ def write_jsonl(out_dir: str | Path, name: str, rows: Iterable[object]) -> Path:
     return path
 
 
+def write_csv(out_dir: str | Path, name: str, rows: Sequence[Mapping[str, object]]) -> Path:
+    """Write `rows`, which all have the keys of the first, to `out_dir/name` under a header."""
+    path = Path(out_dir) / name
+    with path.open("w", newline="") as file:
+        writer = csv.DictWriter(file, list(rows[0]) if rows else [])
+        writer.writeheader()
+        writer.writerows(rows)
+    return path
+
+
 def _plain(value: object) -> Any:
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         return {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
@@ -108,6 +119,20 @@ def _plain(value: object) -> Any:
 
 
 # Facts
+
+
+def flag_values(flag: flags.FlagHolder[Any]) -> dict[str, Any]:
+    """All flags of the module that defines `flag`, as they were given or by default."""
+    module = flags.FLAGS.find_module_defining_flag(flag.name)
+    return {flag.name: flag.value for flag in flags.FLAGS.flags_by_module_dict()[module]}
+
+
+def integers(flag: flags.FlagHolder[list[str]], low: int) -> list[int]:
+    """A list flag's values as integers; ValueError if one is none or below `low`."""
+    values = flag.value
+    if not values or not all(value.strip().isdigit() and int(value) >= low for value in values):
+        raise ValueError(f"--{flag.name} takes integers of at least {low}, got {','.join(values)}")
+    return [int(value) for value in values]
 
 
 def environment() -> dict[str, Any]:
