@@ -31,7 +31,7 @@ from experiments import reporting
 from paged_jax import kv_cache
 from paged_jax.attention import PagedAttention
 from paged_jax.decode import NUM_LOGPROBS, decode_step
-from paged_jax.executor.sampling_rows import sampling_batch
+from paged_jax.executor.sampling_rows import sampling_batch, sampling_rows
 from paged_jax.kv_cache import LayerCache, PagedKVCache
 from paged_jax.loading import load_model
 from paged_jax.models.config import ModelConfig
@@ -138,7 +138,8 @@ def make_steppers(
     context_lens = np.full(batch, context, np.int32)
     tables = np.zeros((batch, max(blocks_per_row, -(-table // block_size))), np.int32)
     tables[:, :blocks_per_row] = 1 + rng.permutation(num_blocks - 1).reshape(batch, -1)
-    sampling = jax.device_put(sampling_batch([], batch, np.zeros((batch, 1), np.int32)))
+    history = np.zeros((batch, 1), np.int32)
+    sampling = jax.device_put(sampling_batch(sampling_rows([], batch), history))
 
     def random_cache(rows: int, row_tokens: int) -> PagedKVCache:
         empty = kv_cache.create(

@@ -6,12 +6,13 @@ move only when a sequence joins or leaves.
 """
 
 from dataclasses import replace
+from typing import Any
 
 import jax
 import numpy as np
 
 from paged_jax.executor.buckets import bucket_of, decode_buckets
-from paged_jax.executor.sampling_rows import needs_history, sampling_batch
+from paged_jax.executor.sampling_rows import sampling_batch, sampling_row, sampling_rows
 from paged_jax.memory.interface import MemoryManager
 from paged_jax.sampling import SamplingBatch
 from paged_jax.scheduling.request import Sequence
@@ -32,6 +33,12 @@ class DecodeRows:
         )
         self._seqs: list[Sequence] = []
         self._num_blocks = np.zeros(max_num_seqs, np.int32)  # mirrored, of each row
+        self._params = sampling_rows([], max_num_seqs)
+        self._mirrors: tuple[tuple[np.ndarray, Any], ...] = (  # and what unused rows hold
+            (self.block_tables, 0),
+            (self._num_blocks, 0),
+            (self._params, sampling_rows([], 1)),
+        )
         self._sampling: SamplingBatch | None = None
         self._histories: list[int] = []  # rows whose history is kept
         self._history = np.zeros((max_num_seqs, max_model_len), np.int32)
@@ -80,25 +87,27 @@ class DecodeRows:
     def _move_rows(self, seqs: list[Sequence]) -> None:
         """Bring rows into the order of ``seqs``; those new to it start with no blocks mirrored."""
         old_rows = {seq.seq_id: row for row, seq in enumerate(self._seqs)}
-        sources = np.array([old_rows.get(seq.seq_id, -1) for seq in seqs], np.int32)
-        n, num_old = len(seqs), len(self._seqs)
-        self.block_tables[:n] = self.block_tables[sources]
-        self._num_blocks[:n] = self._num_blocks[sources]
-        is_new = np.flatnonzero(sources < 0)
-        self.block_tables[is_new] = 0
-        self._num_blocks[is_new] = 0
-        self.block_tables[n:num_old] = 0
-        self._num_blocks[n:num_old] = 0
+        sources = [old_rows.get(seq.seq_id, -1) for seq in seqs]
+        n = max(len(seqs), len(self._seqs))
+        for array, unused in self._mirrors:
+            moved = array[sources]
+            array[:n] = unused
+            array[: len(seqs)] = moved
+        for row, seq in enumerate(seqs):
+            if sources[row] < 0:
+                self.block_tables[row] = 0
+                self._num_blocks[row] = 0
+                self._params[row] = sampling_row(seq)
         self._seqs = seqs
 
     def _set_sampling(self, bucket: int) -> None:
         seqs = self._seqs
-        self._histories = [row for row, seq in enumerate(seqs) if needs_history(seq)]
-        if self._histories:
-            self._history[:bucket] = 0
+        self._histories = np.flatnonzero(self._params["adjusts"]).tolist()
         for row in self._histories:
             self._history[row, : seqs[row].num_tokens] = seqs[row].token_ids
         if bucket not in self._no_history:
-            self._no_history[bucket] = jax.device_put(self._history[:bucket] * 0)
+            self._no_history[bucket] = jax.device_put(np.zeros_like(self._history[:bucket]))
         # On the device until rows change.
-        self._sampling = jax.device_put(sampling_batch(seqs, bucket, self._no_history[bucket]))
+        self._sampling = jax.device_put(
+            sampling_batch(self._params[:bucket], self._no_history[bucket])
+        )

@@ -15,7 +15,7 @@ from paged_jax.executor.buckets import bucket_of, padded, prefill_buckets
 from paged_jax.executor.decode_rows import DecodeRows
 from paged_jax.executor.interface import StepResult, TokenLogprobs
 from paged_jax.executor.prefill_arrays import PrefillArrays, PrefillShape, prefill_arrays
-from paged_jax.executor.sampling_rows import needs_history, sampling_batch
+from paged_jax.executor.sampling_rows import needs_history, sampling_batch, sampling_rows
 from paged_jax.kv_cache import PagedKVCache
 from paged_jax.memory.interface import MemoryManager
 from paged_jax.models.config import ModelConfig
@@ -122,7 +122,7 @@ class JaxExecutor:
             hidden,
             padded(rows, bucket),
             positions,
-            sampling_batch(seqs, bucket, history),
+            sampling_batch(sampling_rows(seqs, bucket), history),
             config=self._static["config"],
         )
 
@@ -139,7 +139,7 @@ class JaxExecutor:
         zeros = np.zeros(bucket, np.int32)
         tables = np.zeros((bucket, self._rows.block_tables.shape[1]), np.int32)
         history = np.zeros((bucket, self._max_model_len), np.int32)
-        sampling = sampling_batch([], bucket, history)
+        sampling = sampling_batch(sampling_rows([], bucket), history)
         return decode_step.lower(
             self._params, self.cache, zeros, zeros, tables, zeros, sampling, **self._static
         )
@@ -155,7 +155,7 @@ class JaxExecutor:
         )
         zeros = np.zeros(bucket, np.int32)
         history = np.zeros((bucket, self._max_model_len), np.int32)
-        sampling = sampling_batch([], bucket, history)
+        sampling = sampling_batch(sampling_rows([], bucket), history)
         return head_step.lower(self._params, hidden, zeros, zeros, sampling, config=config)
 
 

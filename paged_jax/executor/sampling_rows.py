@@ -1,11 +1,83 @@
 """Sampling parameters of a batch's rows as arrays."""
 
-from collections.abc import Sequence as Seq
+from collections.abc import Iterable
 
 import numpy as np
 
 from paged_jax.sampling import MAX_END_TOKENS, ArrayLike, SamplingBatch
 from paged_jax.scheduling.request import Sequence
+
+# One row; names as in SamplingBatch, whose flags are those of any row.
+ROW = np.dtype(
+    [
+        ("temperature", np.float32),
+        ("top_k", np.int32),
+        ("top_p", np.float32),
+        ("min_p", np.float32),
+        ("repetition_penalty", np.float32),
+        ("presence_penalty", np.float32),
+        ("frequency_penalty", np.float32),
+        ("seed", np.uint32),
+        ("num_prompt_tokens", np.int32),
+        ("min_tokens", np.int32),
+        ("end_tokens", np.int32, (MAX_END_TOKENS,)),
+        ("adjusts", np.bool_),
+        ("draws", np.bool_),
+        ("filters", np.bool_),
+        ("wants_logprobs", np.bool_),
+    ]
+)
+_FLAGS = ("adjusts", "draws", "filters", "wants_logprobs")
+_NO_END_TOKENS = (-1,) * MAX_END_TOKENS
+
+
+def sampling_rows(seqs: Iterable[Sequence], num_rows: int) -> np.ndarray:
+    """Rows of ``seqs``, then greedy ones up to ``num_rows``: an array of `ROW`."""
+    rows = np.zeros(num_rows, ROW)
+    rows["end_tokens"] = -1
+    for i, seq in enumerate(seqs):
+        rows[i] = sampling_row(seq)
+    return rows
+
+
+def sampling_row(seq: Sequence) -> tuple[object, ...]:
+    """The fields of `ROW`, in their order."""
+    params = seq.request.params
+    end_tokens = _NO_END_TOKENS
+    if params.min_tokens:
+        ids = sorted(seq.end_token_ids)
+        end_tokens = (*ids, *_NO_END_TOKENS[len(ids) :])
+    draws = not params.is_greedy
+    return (
+        params.temperature,
+        params.top_k,
+        params.top_p,
+        params.min_p,
+        params.repetition_penalty,
+        params.presence_penalty,
+        params.frequency_penalty,
+        seq.sampling_seed,
+        seq.num_prompt_tokens,
+        params.min_tokens,
+        end_tokens,
+        needs_history(seq),
+        draws,
+        draws and bool(params.top_k or params.top_p < 1 or params.min_p),
+        params.logprobs is not None,
+    )
+
+
+def sampling_batch(rows: np.ndarray, history: ArrayLike) -> SamplingBatch:
+    """The batch that the device takes; ``history`` ``i32[len(rows), H]``."""
+    values = {name: rows[name] for name in ROW.names or () if name not in _FLAGS}
+    flags = {name: np.asarray(rows[name].any()) for name in _FLAGS}
+    return SamplingBatch(**values, **flags, history=history)
+
+
+def needs_history(seq: Sequence) -> bool:
+    """Whether its logits are adjusted by the tokens so far, or by how many there are."""
+    params = seq.request.params
+    return params.has_penalties or params.min_tokens > 0
 
 
 def check_end_tokens(num_end_tokens: int) -> None:
@@ -15,47 +87,3 @@ def check_end_tokens(num_end_tokens: int) -> None:
             f"min_tokens with {num_end_tokens} end tokens (EOS and stop_token_ids together); "
             f"at most {MAX_END_TOKENS} are supported"
         )
-
-
-def sampling_batch(seqs: Seq[Sequence], num_rows: int, history: ArrayLike) -> SamplingBatch:
-    """Parameters of ``seqs`` in the first of ``num_rows`` rows; padded rows are greedy.
-
-    ``history`` ``i32[num_rows, H]`` holds the tokens of rows that `needs_history`.
-    """
-    all_params = [seq.request.params for seq in seqs]
-
-    def column(values: list[float] | list[int], dtype: type, fill: float) -> np.ndarray:
-        out: np.ndarray = np.full(num_rows, fill, dtype)
-        out[: len(values)] = values
-        return out
-
-    end_tokens = np.full((num_rows, MAX_END_TOKENS), -1, np.int32)
-    for row, seq in enumerate(seqs):
-        if seq.request.params.min_tokens:
-            end_tokens[row, : len(seq.end_token_ids)] = sorted(seq.end_token_ids)
-    return SamplingBatch(
-        temperature=column([p.temperature for p in all_params], np.float32, 0),
-        top_k=column([p.top_k for p in all_params], np.int32, 0),
-        top_p=column([p.top_p for p in all_params], np.float32, 1),
-        min_p=column([p.min_p for p in all_params], np.float32, 0),
-        repetition_penalty=column([p.repetition_penalty for p in all_params], np.float32, 1),
-        presence_penalty=column([p.presence_penalty for p in all_params], np.float32, 0),
-        frequency_penalty=column([p.frequency_penalty for p in all_params], np.float32, 0),
-        seed=column([seq.sampling_seed for seq in seqs], np.uint32, 0),
-        num_prompt_tokens=column([seq.num_prompt_tokens for seq in seqs], np.int32, 0),
-        min_tokens=column([p.min_tokens for p in all_params], np.int32, 0),
-        end_tokens=end_tokens,
-        history=history,
-        adjusts=np.asarray(any(map(needs_history, seqs))),
-        draws=np.asarray(any(not p.is_greedy for p in all_params)),
-        filters=np.asarray(
-            any(not p.is_greedy and (p.top_k or p.top_p < 1 or p.min_p) for p in all_params)
-        ),
-        wants_logprobs=np.asarray(any(p.logprobs is not None for p in all_params)),
-    )
-
-
-def needs_history(seq: Sequence) -> bool:
-    """Whether its logits are adjusted by the tokens so far, or by how many there are."""
-    params = seq.request.params
-    return params.has_penalties or params.min_tokens > 0
