@@ -49,6 +49,8 @@ def run(main: Callable[[], None]) -> NoReturn:
         return rest
 
     def guarded_main(_: list[str]) -> None:
+        if not flags.FLAGS["verbosity"].present:
+            logging.set_verbosity(logging.WARNING)  # absl's default shows JAX's search for devices
         try:
             main()
         except ValueError as error:

@@ -31,7 +31,7 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-from absl import flags, logging
+from absl import flags
 
 from experiments import reporting
 from experiments.serving.driver import require_fitting, serve, warm_up
@@ -149,8 +149,6 @@ _SHOW = flags.DEFINE_integer("show", 3, "How many completions are printed.", low
 
 
 def main() -> None:
-    if not flags.FLAGS["verbosity"].present:
-        logging.set_verbosity(logging.WARNING)  # absl's default shows JAX's search for devices
     out_dir = reporting.make_out_dir(_OUT_DIR.value)
     params = SamplingParams(
         temperature=_TEMPERATURE.value,
@@ -180,7 +178,7 @@ def main() -> None:
     environment = reporting.environment()
     figures = run_figures(run, engine, _STARTED_S) | {"warm_up_s": warm_up_s}
     results = {
-        "flags": flag_values(),
+        "flags": reporting.flag_values(_WORKLOAD),
         "environment": environment,
         "engine": engine_facts(engine),
         "notes": notes,
@@ -249,11 +247,6 @@ def parse_lengths(text: str) -> str | Lengths:
     except ValueError:
         raise ValueError(f"--lengths={text}: two numbers expected, as in 160,130") from None
     return Lengths(LogNormal(prompt, 1.2), LogNormal(output, 0.6))  # ShareGPT's sigmas
-
-
-def flag_values() -> dict[str, Any]:
-    module = flags.FLAGS.find_module_defining_flag(_WORKLOAD.name)
-    return {flag.name: flag.value for flag in flags.FLAGS.flags_by_module_dict()[module]}
 
 
 def engine_facts(engine: Engine) -> dict[str, Any]:
