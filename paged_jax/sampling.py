@@ -71,7 +71,8 @@ def sample(
         lambda: jnp.where(batch.temperature == 0, greedy, _draw(adjusted, index, batch)),
         lambda: greedy,
     )
-    B = logits.shape[0]
+    B, V = logits.shape
+    num_logprobs = min(num_logprobs, V)
     logprobs, top_tokens, top_logprobs = lax.cond(
         batch.wants_logprobs,
         lambda: _logprobs(logits, tokens, num_logprobs),
@@ -114,6 +115,8 @@ def _adjust(logits: Array, positions: Array, index: Array, batch: SamplingBatch)
 def _draw(logits: Array, index: Array, batch: SamplingBatch) -> Array:
     """A random token of each row, by adding Gumbel noise to the logits and taking the largest."""
     temperature = jnp.asarray(batch.temperature)[:, None]
+    # Their largest is 0, so that no temperature above 0 makes two of them infinite.
+    logits = logits - jnp.max(logits, axis=-1, keepdims=True)
     scaled = logits / jnp.where(temperature > 0, temperature, 1)
     scaled = lax.cond(batch.filters, lambda: _filter(scaled, batch), lambda: scaled)
 
@@ -125,10 +128,9 @@ def _draw(logits: Array, index: Array, batch: SamplingBatch) -> Array:
 
 
 def _filter(logits: Array, batch: SamplingBatch) -> Array:
-    """Minus infinity for tokens that min_p, top_k and top_p leave out."""
+    """Minus infinity for tokens that min_p, top_k and top_p leave out; the largest logit is 0."""
     min_p, top_k, top_p = (jnp.asarray(x)[:, None] for x in (batch.min_p, batch.top_k, batch.top_p))
-    best = jnp.max(logits, axis=-1, keepdims=True)
-    keep = logits >= best + jnp.log(min_p)
+    keep = logits >= jnp.log(min_p)
     order = _order(logits)
 
     def cut(keep: Array, weights: Array, target: Array, active: Array) -> Array:
@@ -138,9 +140,11 @@ def _filter(logits: Array, batch: SamplingBatch) -> Array:
     V = logits.shape[1]
     k = jnp.minimum(top_k, jnp.sum(keep, axis=-1, keepdims=True)).astype(jnp.float32)
     keep = cut(keep, jnp.ones_like(logits), k, (top_k > 0) & (top_k < V))
-    weights = jnp.exp(logits - best)
+    weights = jnp.exp(logits)
     mass = jnp.sum(jnp.where(keep, weights, 0), axis=-1, keepdims=True)
-    keep = cut(keep, weights, top_p * mass, top_p < 1)
+    # At least the best token's weight, 1, is needed to reach it: one is always kept.
+    target = jnp.maximum(top_p * mass, jnp.finfo(jnp.float32).tiny)
+    keep = cut(keep, weights, target, top_p < 1)
     return jnp.where(keep, logits, -jnp.inf)
 
 
