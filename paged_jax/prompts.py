@@ -22,10 +22,10 @@ def is_chat(prompt: Any) -> bool:
 
 
 def is_single_prompt(prompts: Any) -> bool:
-    """Whether it is one prompt rather than a list of them."""
-    if isinstance(prompts, str | Mapping) or is_chat(prompts):
+    """Whether it is one prompt, good or bad, rather than a list of them."""
+    if isinstance(prompts, str | bytes) or not isinstance(prompts, Sequence) or is_chat(prompts):
         return True
-    return isinstance(prompts, Sequence) and bool(prompts) and _is_int(prompts[0])
+    return bool(prompts) and _is_int(prompts[0])
 
 
 def _is_int(value: Any) -> bool:
@@ -45,19 +45,39 @@ def encode(
             )
         prompt = prompt[known.pop()]
     if isinstance(prompt, str):
-        return prompt, _checked(tokenizer.encode(prompt), vocab_size)
+        return prompt, _checked(_tokenize(prompt, tokenizer), vocab_size)
     if is_chat(prompt):
         if not tokenizer.chat_template:
             raise ValueError("this model has no chat template; give the prompt as text")
-        text = str(
-            tokenizer.apply_chat_template(prompt, add_generation_prompt=True, tokenize=False)
-        )
-        return text, _checked(tokenizer.encode(text, add_special_tokens=False), vocab_size)
-    if isinstance(prompt, Sequence) and all(_is_int(token) for token in prompt):
+        text = _render_chat(prompt, tokenizer)
+        return text, _checked(_tokenize(text, tokenizer, add_special_tokens=False), vocab_size)
+    is_list = isinstance(prompt, Sequence) and not isinstance(prompt, bytes)
+    if is_list and all(_is_int(token) for token in prompt):
         return None, _checked([operator.index(token) for token in prompt], vocab_size)  # type: ignore[arg-type]
     raise ValueError(
         f"a prompt is text, a list of token ids, or a list of chat messages; got {prompt!r:.80}"
     )
+
+
+def _tokenize(text: str, tokenizer: Tokenizer, **options: bool) -> list[int]:
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise ValueError(
+            f"the prompt is not valid Unicode: {error.reason} (at {error.start})"
+        ) from None
+    token_ids: list[int] = tokenizer.encode(text, **options)
+    return token_ids
+
+
+def _render_chat(messages: Any, tokenizer: Tokenizer) -> str:
+    try:
+        return str(
+            tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
+        )
+    except Exception as error:  # a template is a program, and may fail in any way
+        reason = " ".join(str(error).split()) or type(error).__name__
+        raise ValueError(f"the model's chat template fails on these messages: {reason}") from error
 
 
 def _checked(token_ids: Sequence[int], vocab_size: int) -> tuple[int, ...]:
