@@ -11,6 +11,7 @@ import itertools
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from numbers import Integral
 from typing import Any
 
 import jax
@@ -23,6 +24,7 @@ from paged_jax.engine_core import EngineCore, Iteration, IterationStats
 from paged_jax.executor.jax_executor import JaxExecutor
 from paged_jax.executor.sampling_rows import check_end_tokens
 from paged_jax.loading import IncrementalDetokenizer, LoadedModel, load_model
+from paged_jax.loading.arrays import weight_dtype
 from paged_jax.memory.block_manager import BlockManager
 from paged_jax.models.split import nest
 from paged_jax.outputs import RequestOutput
@@ -83,16 +85,23 @@ class Engine:
         defaults: Mapping[str, Any] = _DEFAULTS[jax.default_backend() == "cpu"]
         self.dtype: str = defaults["dtype"] if dtype == "auto" else dtype
         self.attention = resolve(attention)
-        self.max_num_seqs: int = _at_least_1(
+        self.max_num_seqs = _integer(
             "max_num_seqs", defaults["max_num_seqs"] if max_num_seqs is None else max_num_seqs
         )
-        self.max_num_batched_tokens: int = _at_least_1(
+        self.max_num_batched_tokens = _integer(
             "max_num_batched_tokens",
             max(defaults["max_num_batched_tokens"], self.max_num_seqs)
             if max_num_batched_tokens is None
             else max_num_batched_tokens,
         )
-        self.block_size = _at_least_1("block_size", block_size)
+        self.block_size = _integer("block_size", block_size)
+        if num_blocks is not None:
+            num_blocks = _integer("num_blocks", num_blocks)
+        if max_model_len is not None:
+            max_model_len = _integer("max_model_len", max_model_len)
+        max_prefill_seqs = _integer("max_prefill_seqs", max_prefill_seqs)
+        self._seeds = np.random.default_rng(_integer("seed", seed, low=0))
+        weight_type = weight_dtype(self.dtype)
         use_persistent_cache()
 
         loaded = model if isinstance(model, LoadedModel) else load_model(model, self.dtype)
@@ -104,22 +113,27 @@ class Engine:
                 f"max_model_len must be between 2 and {limit}, for which {self.config.name} was "
                 f"made; got {self.max_model_len}"
             )
-        params = nest({name: jax.device_put(x) for name, x in loaded.weights.items()})
+        params = nest(
+            {
+                name: jax.device_put(x.astype(weight_type, copy=False))
+                for name, x in loaded.weights.items()
+            }
+        )
         if num_blocks is None:
             num_blocks = default_num_blocks(
                 self.config,
-                block_size=block_size,
+                block_size=self.block_size,
                 dtype=self.dtype,
                 max_num_seqs=self.max_num_seqs,
                 max_model_len=self.max_model_len,
             )
-        self.num_blocks = _at_least_1("num_blocks", num_blocks)
-        memory = BlockManager(num_blocks + 1, block_size)
+        self.num_blocks = num_blocks
+        memory = BlockManager(num_blocks + 1, self.block_size)
         cache = kv_cache.create(
             num_layers=self.config.num_layers,
             num_blocks=num_blocks + 1,
             num_kv_heads=self.config.num_kv_heads,
-            block_size=block_size,
+            block_size=self.block_size,
             head_dim=self.config.head_dim,
             dtype=self.dtype,
         )
@@ -151,7 +165,6 @@ class Engine:
         self._mailboxes: dict[str, deque[RequestOutput]] = {}
         self._outbox: deque[RequestOutput] = deque()
         self._numbers = itertools.count()
-        self._seeds = np.random.default_rng(seed)
         if warm_up:
             compile_all(dict(self.executor.lowerings()), progress=progress)
 
@@ -168,7 +181,7 @@ class Engine:
         """
         many: Sequence[Any] = [prompts] if is_single_prompt(prompts) else prompts  # type: ignore[assignment]
         if params is None or isinstance(params, SamplingParams):
-            params = [params or SamplingParams()] * len(many)
+            params = [params] * len(many)  # type: ignore[list-item]
         if len(params) != len(many):
             raise ValueError(f"{len(many)} prompts, but {len(params)} sampling parameters")
         ids: list[str] = []
@@ -230,7 +243,9 @@ class Engine:
         also returns what is there after each token. ValueError for a request that can never be
         served; those that run are not touched by it.
         """
-        params = params or SamplingParams()
+        params = SamplingParams() if params is None else params
+        if not isinstance(params, SamplingParams):
+            raise ValueError(f"params must be SamplingParams, got {params!r:.80}")
         text, token_ids = encode(prompt, self.tokenizer, self.config.vocab_size)
         if outside := [t for t in params.stop_token_ids if t >= self.config.vocab_size]:
             raise ValueError(
@@ -356,7 +371,7 @@ class Engine:
         return [done[request_id] for request_id in ids]
 
 
-def _at_least_1(name: str, value: int) -> int:
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise ValueError(f"{name} must be an integer of at least 1, got {value!r}")
-    return value
+def _integer(name: str, value: Any, low: int = 1) -> int:
+    if isinstance(value, bool) or not isinstance(value, Integral) or value < low:
+        raise ValueError(f"{name} must be an integer of at least {low}, got {value!r}")
+    return int(value)
