@@ -29,6 +29,9 @@ ROW = np.dtype(
 )
 _FLAGS = ("adjusts", "draws", "filters", "wants_logprobs")
 _NO_END_TOKENS = (-1,) * MAX_END_TOKENS
+# Of the device's types; beyond them a parameter's effect does not change.
+_MAX_INT = int(np.iinfo(np.int32).max)
+_MAX_FLOAT = float(np.finfo(np.float32).max)
 
 
 def sampling_rows(seqs: Iterable[Sequence], num_rows: int) -> np.ndarray:
@@ -49,11 +52,11 @@ def sampling_row(seq: Sequence) -> tuple[object, ...]:
         end_tokens = (*ids, *_NO_END_TOKENS[len(ids) :])
     draws = not params.is_greedy
     return (
-        params.temperature,
-        params.top_k,
+        min(params.temperature, _MAX_FLOAT),
+        min(params.top_k, _MAX_INT),
         params.top_p,
         params.min_p,
-        params.repetition_penalty,
+        min(params.repetition_penalty, _MAX_FLOAT),
         params.presence_penalty,
         params.frequency_penalty,
         seq.sampling_seed,
