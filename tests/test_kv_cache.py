@@ -1,0 +1,82 @@
+"""The paged cache: what a write or a copy touches, and that it touches nothing else."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from paged_jax import kv_cache
+
+LAYERS, P, HK, S, D = 2, 6, 2, 4, 8
+
+
+def numbered_cache(dtype=np.float32) -> kv_cache.PagedKVCache:
+    """Every element different."""
+    shape = (P, HK, S, D)
+    leaves = [
+        jnp.asarray(np.arange(np.prod(shape)).reshape(shape) + 10_000 * i, dtype)
+        for i in range(2 * LAYERS)
+    ]
+    return kv_cache.PagedKVCache(tuple(leaves[:LAYERS]), tuple(leaves[LAYERS:]))
+
+
+def test_create_gives_each_layer_its_own_arrays():
+    cache = kv_cache.create(
+        num_layers=LAYERS, num_blocks=P, num_kv_heads=HK, block_size=S, head_dim=D, dtype="bfloat16"
+    )
+    assert (cache.num_blocks, cache.block_size) == (P, S)
+    leaves = jax.tree.leaves(cache)
+    assert [(leaf.shape, leaf.dtype) for leaf in leaves] == [((P, HK, S, D), jnp.bfloat16)] * 4
+    assert len({leaf.unsafe_buffer_pointer() for leaf in leaves}) == 4, "donation needs that"
+    assert sum(leaf.nbytes for leaf in leaves) == P * kv_cache.bytes_per_block(
+        num_layers=LAYERS, num_kv_heads=HK, block_size=S, head_dim=D, dtype="bfloat16"
+    )
+
+
+def test_layers_go_apart_and_together():
+    cache = numbered_cache()
+    again = kv_cache.PagedKVCache.of_layers(cache.layers)
+    assert jax.tree.structure(again) == jax.tree.structure(cache)
+    jax.tree.map(np.testing.assert_array_equal, again, cache)
+
+
+def test_slots_follow_the_table():
+    tables = jnp.array([[5, 2, 3], [0, 0, 0], [1, 4, 0]], jnp.int32)
+    positions = jnp.array([9, 0, 7], jnp.int32)
+    slots = kv_cache.slots_of(tables, positions, block_size=4)
+    assert slots.tolist() == [3 * 4 + 1, 0, 4 * 4 + 3]
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+def test_a_write_changes_its_slots_alone(dtype):
+    cache = numbered_cache(dtype).layers[0]
+    rng = np.random.default_rng(0)
+    slots = np.array([17, 4, 23, 9], np.int32)
+    k, v = (rng.standard_normal((4, HK, D)).astype(np.float32) for _ in range(2))
+    written = kv_cache.write_layer(cache, k, v, slots)
+    for before, after, new in zip(cache, written, (k, v), strict=True):
+        wanted = np.array(before)
+        for i, slot in enumerate(slots):
+            wanted[slot // S, :, slot % S] = new[i].astype(dtype)
+        np.testing.assert_array_equal(after, wanted)
+        assert after.dtype == dtype
+
+
+def test_padded_tokens_meet_in_the_null_block():
+    cache = numbered_cache().layers[0]
+    slots = np.array([0, 9, 0, 0], np.int32)
+    k = np.full((4, HK, D), np.nan, np.float32)
+    k[1] = 7
+    written, _ = kv_cache.write_layer(cache, k, k, slots)
+    np.testing.assert_array_equal(written[1:2], cache[0][1:2])
+    np.testing.assert_array_equal(written[2, :, 1], np.full((HK, D), 7))
+    np.testing.assert_array_equal(written[3:], cache[0][3:])
+
+
+def test_blocks_are_copied_in_every_layer():
+    cache = numbered_cache()
+    # Padded with the null block, which is copied to itself.
+    sources, targets = np.array([1, 5, 0, 0]), np.array([3, 2, 0, 0])
+    copied = kv_cache.copy_blocks(cache, sources, targets)
+    for before, after in zip(jax.tree.leaves(cache), jax.tree.leaves(copied), strict=True):
+        np.testing.assert_array_equal(after, before[np.array([0, 1, 5, 1, 4, 5])])
