@@ -32,10 +32,9 @@ class PrefillShape(NamedTuple):
         row_tokens = 8
         while row_tokens < 64 and row_tokens * 16 <= num_tokens:
             row_tokens *= 2
-        # Each chunk may leave its last row unfilled.
-        full_rows, rest = divmod(num_tokens, row_tokens)
-        num_rows = min(full_rows + min(max_chunks, num_tokens) + (rest > 0), num_tokens)
-        return cls(num_tokens, row_tokens, num_rows)
+        # Chunks of one token, each in a row of its own, and one chunk of all the rest.
+        num_chunks = min(max_chunks, num_tokens)
+        return cls(num_tokens, row_tokens, num_chunks + (num_tokens - num_chunks) // row_tokens)
 
 
 def prefill_arrays(
