@@ -29,7 +29,7 @@ from paged_jax.memory.block_manager import BlockManager
 from paged_jax.models.split import nest
 from paged_jax.outputs import RequestOutput
 from paged_jax.pool_size import default_num_blocks
-from paged_jax.prompts import Prompt, encode, is_single_prompt
+from paged_jax.prompts import Prompt, encode, is_chat, is_single_prompt
 from paged_jax.scheduling.request import Request
 from paged_jax.scheduling.sampling_params import SamplingParams
 from paged_jax.scheduling.scheduler import Scheduler
@@ -59,7 +59,7 @@ class Engine:
     attention: an implementation by name, or "auto" (`pallas_kernels.paged_attention`).
     seed: of requests that bring none.
     warm_up: compile every step now, so that none compiles while requests wait.
-    on_iteration: called with the statistics of every iteration.
+    on_iteration: called with the statistics of every iteration; it must not abort requests.
 
     ValueError, in one line, for anything that cannot work.
     """
@@ -205,6 +205,11 @@ class Engine:
         progress: bool = True,
     ) -> list[RequestOutput]:
         """Answer one chat (a list of messages with role and content) or several."""
+        chats = [messages] if is_single_prompt(messages) else messages
+        if others := [chat for chat in chats if not is_chat(chat)]:
+            raise ValueError(
+                f"a chat is a list of messages with role and content; got {others[0]!r:.80}"
+            )
         return self.generate(messages, params, progress=progress)
 
     def stream(
