@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+import paged_jax  # noqa: F401  # it sets XLA's options, which must be the same whatever runs first
+
 if TYPE_CHECKING:
     from paged_jax import Engine
     from paged_jax.loading import LoadedModel
@@ -14,7 +16,7 @@ if TYPE_CHECKING:
 TESTS = Path(__file__).parent
 TINY_LM = TESTS / "fixtures" / "tiny_lm"
 
-# Before JAX is imported. Most of the tests' time is compilation: kept, a second run needs a third.
+# Before JAX starts. Most of the tests' time is compilation: kept, a second run needs a third.
 os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(TESTS.parent / ".pytest_cache" / "xla"))
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
 

@@ -100,6 +100,12 @@ def test_generate_refuses_what_is_no_prompt(engine, prompts):
         engine.generate(prompts, GREEDY, progress=False)
 
 
+@pytest.mark.parametrize("chat", ["hello", [1, 2], None, ["hello"], [[{"content": "x"}]]], ids=str)
+def test_chat_takes_messages_alone(engine, chat):
+    with pytest.raises(ValueError, match="a chat is a list of messages with role and content"):
+        engine.chat(chat, GREEDY, progress=False)
+
+
 def test_a_bad_prompt_among_good_ones_leaves_running_requests_alone(engine):
     [wanted] = engine.generate(PROMPT, GREEDY, progress=False)
     engine.add_request("mine", PROMPT, GREEDY)

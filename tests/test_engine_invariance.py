@@ -7,6 +7,7 @@ import pytest
 from mixed_requests import essence, mixed_requests, serve
 
 from paged_jax import SamplingParams
+from pallas_kernels.paged_attention import IMPLEMENTATIONS
 
 
 @pytest.fixture(scope="module")
@@ -72,6 +73,33 @@ def test_output_does_not_depend_on_arrival_during_others(engine, requests, wante
     while engine.has_work:
         done |= {out.request_id: essence(out) for out in engine.step()}
     assert [done[f"late {i}"] for i in range(len(requests))] == wanted
+
+
+def test_output_does_not_depend_on_others_being_aborted(engine_with, requests, wanted):
+    """In a pool that preempts; every third request is given up at some point."""
+    engine = engine_with(block_size=4, num_blocks=96)
+    rng = random.Random(1)
+    names = [f"r{i}" for i in range(len(requests))]
+    for name, (prompt, params) in zip(names, requests, strict=True):
+        engine.add_request(name, prompt, params)
+    doomed, done = names[::3], {}
+    while engine.has_work:
+        done |= {out.request_id: essence(out) for out in engine.step()}
+        if doomed and rng.random() < 0.1:
+            aborted = engine.abort(doomed.pop(rng.randrange(len(doomed))))
+            if aborted is not None:
+                i = names.index(aborted.request_id)
+                for out, whole in zip(aborted.outputs, wanted[i], strict=True):
+                    assert out.token_ids == whole[1][: len(out.token_ids)]
+    assert len(done) < len(requests)
+    for name, outputs in done.items():
+        assert outputs == wanted[names.index(name)]
+
+
+@pytest.mark.parametrize("attention", [name for name in IMPLEMENTATIONS if name != "xla"])
+def test_output_does_not_depend_on_the_attention(engine_with, requests, wanted, attention):
+    engine = engine_with(attention=attention, max_num_seqs=1, max_num_batched_tokens=16)
+    assert serve(engine, requests[::5]) == wanted[::5]
 
 
 def test_streams_end_with_what_generate_returns(engine, requests, wanted):

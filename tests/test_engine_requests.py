@@ -228,6 +228,16 @@ def test_abort_of_what_is_not_there_does_nothing(engine):
     assert engine.abort("ended") is None
 
 
+def test_the_default_pool_holds_every_sequence_at_its_longest(tiny_model):
+    from conftest import SMALL_LIMITS
+
+    from paged_jax import Engine
+
+    engine = Engine(tiny_model, **SMALL_LIMITS | {"num_blocks": None, "block_size": 100})
+    assert engine.num_blocks == engine.core.scheduler.memory.num_total_blocks == 4 * 6
+    assert engine.executor.cache.num_blocks == 4 * 6 + 1
+
+
 def test_times_and_arrival_are_on_one_clock(engine):
     engine.add_request("late", PROMPT, SamplingParams(temperature=0, max_tokens=4, n=2))
     metrics = run(engine)["late"].metrics
