@@ -156,6 +156,7 @@ def main() -> None:
         top_p=_TOP_P.value,
         min_p=_MIN_P.value,
     )
+    lengths = parse_lengths(_LENGTHS.value)
     engine = Engine(
         _MODEL.value,
         block_size=_BLOCK_SIZE.value,
@@ -168,7 +169,7 @@ def main() -> None:
         seed=_SEED.value,
         warm_up=False,  # bad input is refused first
     )
-    requests, notes = workload(engine)
+    requests, notes = workload(engine, lengths)
     require_fitting(engine, requests)
     for note in notes:
         print(note)
@@ -204,7 +205,7 @@ def main() -> None:
     print(f"Results are in {out_dir}")
 
 
-def workload(engine: Engine) -> tuple[list[WorkloadRequest], list[str]]:
+def workload(engine: Engine, lengths: str | Lengths) -> tuple[list[WorkloadRequest], list[str]]:
     """The requests that the flags ask for, as token ids of the engine's model, and notes."""
     kind, num_requests = _WORKLOAD.value, _NUM_REQUESTS.value
     if num_requests is None and kind != "prompts":
@@ -218,7 +219,7 @@ def workload(engine: Engine) -> tuple[list[WorkloadRequest], list[str]]:
         vocab=VocabRange(0, engine.config.vocab_size),
         trace=_TRACE.value,
         prompts=_PROMPT.value,
-        lengths=parse_lengths(_LENGTHS.value),
+        lengths=lengths,
         max_tokens=_MAX_TOKENS.value or None,
         ignore_eos=_IGNORE_EOS.value,
         overflow=_OVERFLOW.value,
