@@ -86,6 +86,10 @@ def write_layer(cache: LayerCache, k: Array, v: Array, slots: Array) -> LayerCac
 
     Slots are distinct except in the null block (padded tokens), where any may win.
     """
+    if len(slots) == 1:
+        # Written twice: a single update is rewritten by XLA into a slice update, and fused into a
+        # pass over the whole cache on a CPU.
+        k, v, slots = (jnp.repeat(x, 2, axis=0) for x in (k, v, slots))
     block_size = cache[0].shape[2]
     block, offset = slots // block_size, slots % block_size
 
