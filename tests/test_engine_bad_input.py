@@ -78,8 +78,8 @@ def test_a_name_in_use_is_refused(engine):
 
 
 def test_a_request_that_can_never_fit_the_pool_is_refused_with_the_numbers(engine_with):
-    engine = engine_with(num_blocks=24)
-    with pytest.raises(ValueError, match="can need 26 blocks of 16 slots, the pool has 24"):
+    engine = engine_with(block_size=4, num_blocks=96)
+    with pytest.raises(ValueError, match="can need 103 blocks of 4 slots, the pool has 96"):
         engine.generate([[1] * 300], SamplingParams(max_tokens=110), progress=False)
 
 

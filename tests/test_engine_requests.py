@@ -190,9 +190,9 @@ def test_abort_while_decoding_returns_what_is_there(engine, text):
 
 def test_abort_while_preempted(engine_with):
     """The pool holds both prompts, but not both outputs."""
-    engine = engine_with(num_blocks=24)
+    engine = engine_with(block_size=4, num_blocks=96)
     params = SamplingParams(temperature=0, max_tokens=100, ignore_eos=True)
-    prompt = list(b"A function definition is an " * 6)  # 11 blocks
+    prompt = list(b"A function definition is an " * 6)  # 42 blocks
     for name in ("old", "young"):
         engine.add_request(name, prompt, params)
     before = engine.core.scheduler.num_preemptions
