@@ -166,7 +166,11 @@ class Engine:
         self._outbox: deque[RequestOutput] = deque()
         self._numbers = itertools.count()
         if warm_up:
-            compile_all(dict(self.executor.lowerings()), progress=progress)
+            self.warm_up(progress=progress)
+
+    def warm_up(self, *, progress: bool = True) -> None:
+        """Compile every step, or load it from JAX's persistent cache; nothing runs."""
+        compile_all(dict(self.executor.lowerings()), progress=progress)
 
     def generate(
         self,
@@ -317,6 +321,7 @@ class Engine:
                 mailbox.append(self._close(request_id))
             elif record.streams:
                 mailbox.append(record.output())
+        self.core.report(iteration)
 
     def _take_tokens(self, iteration: Iteration) -> None:
         """Note tokens and times, and end what a stop string ends."""
@@ -324,7 +329,7 @@ class Engine:
         for chunk in iteration.batch.prefills:
             request = self._records[chunk.seq.request.request_id]
             if request.first_scheduled_s is None:
-                request.first_scheduled_s = now - iteration.result.device_s
+                request.first_scheduled_s = iteration.start_s
         result = iteration.result
         for seq, token, logprobs in zip(
             iteration.sampled, result.tokens, result.logprobs, strict=True

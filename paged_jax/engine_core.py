@@ -17,11 +17,12 @@ class IterationStats:
 
     index: int
     start_s: float
-    wall_s: float  # from schedule to update
-    device_s: float  # of which the executor was busy
+    wall_s: float  # from schedule to the last output handed over
+    device_s: float  # of which the device was busy
     num_decodes: int
     num_prefill_tokens: int
     num_prefill_seqs: int
+    num_sampled: int
     num_preempted: int
     num_finished: int
     num_running: int  # after the iteration
@@ -37,7 +38,9 @@ class Iteration:
     sampled: list[Sequence]
     result: StepResult
     finished: list[Sequence]
-    end_s: float
+    usage: MemoryUsage | None  # while it ran; None if nobody observes
+    start_s: float
+    end_s: float  # when its tokens were there
 
 
 class EngineCore:
@@ -58,33 +61,39 @@ class EngineCore:
         self.num_iterations = 0
 
     def step(self) -> Iteration:
-        """One iteration; call it while the scheduler has work."""
+        """One iteration; call it while the scheduler has work, then `report` it."""
         start = self.clock()
-        scheduler = self.scheduler
-        batch = scheduler.schedule()
-        usage = scheduler.memory_usage() if self.on_iteration else None
+        batch = self.scheduler.schedule()
+        usage = self.scheduler.memory_usage() if self.on_iteration else None
         result = self.executor.execute(batch)
-        finished = scheduler.update(batch, result.tokens)
+        end = self.clock()
+        finished = self.scheduler.update(batch, result.tokens)
         sampled = batch.decodes
         if batch.prefills:
             sampled = sampled + [chunk.seq for chunk in batch.prefills if chunk.completes]
-        end = self.clock()
-        if self.on_iteration and usage:
-            self.on_iteration(
-                IterationStats(
-                    index=self.num_iterations,
-                    start_s=start,
-                    wall_s=end - start,
-                    device_s=result.device_s,
-                    num_decodes=len(batch.decodes),
-                    num_prefill_tokens=batch.num_prefill_tokens,
-                    num_prefill_seqs=len(batch.prefills),
-                    num_preempted=len(batch.preempted),
-                    num_finished=len(finished),
-                    num_running=scheduler.num_running,
-                    num_waiting=scheduler.num_waiting,
-                    usage=usage,
-                )
-            )
+        return Iteration(batch, sampled, result, finished, usage, start, end)
+
+    def report(self, iteration: Iteration) -> None:
+        """Give an iteration's statistics to the observer, after its outputs were handed over."""
+        index = self.num_iterations
         self.num_iterations += 1
-        return Iteration(batch, sampled, result, finished, end)
+        if self.on_iteration is None or iteration.usage is None:
+            return
+        batch = iteration.batch
+        self.on_iteration(
+            IterationStats(
+                index=index,
+                start_s=iteration.start_s,
+                wall_s=self.clock() - iteration.start_s,
+                device_s=iteration.result.device_s,
+                num_decodes=len(batch.decodes),
+                num_prefill_tokens=batch.num_prefill_tokens,
+                num_prefill_seqs=len(batch.prefills),
+                num_sampled=len(iteration.sampled),
+                num_preempted=len(batch.preempted),
+                num_finished=len(iteration.finished),
+                num_running=self.scheduler.num_running,
+                num_waiting=self.scheduler.num_waiting,
+                usage=iteration.usage,
+            )
+        )

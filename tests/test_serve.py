@@ -200,6 +200,7 @@ def iteration(start_s: float, wall_s: float, batch: int, held: int, running: int
         num_decodes=batch - 1,
         num_prefill_tokens=5,
         num_prefill_seqs=1,
+        num_sampled=batch,
         num_preempted=0,
         num_finished=0,
         num_running=running,

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from experiments.serving.progress import ServingProgress
-from paged_jax.compilation import compile_all, count_compilations
+from paged_jax.compilation import count_compilations
 from paged_jax.engine import Engine
 from paged_jax.engine_core import IterationStats
 from paged_jax.outputs import RequestOutput
@@ -55,7 +55,7 @@ def require_fitting(engine: Engine, requests: Sequence[WorkloadRequest]) -> None
 def warm_up(engine: Engine) -> float:
     """Compile every step, behind a progress bar; returns the seconds it took."""
     start = time.perf_counter()
-    compile_all(dict(engine.executor.lowerings()), progress=True)
+    engine.warm_up()
     return time.perf_counter() - start
 
 

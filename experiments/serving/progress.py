@@ -27,7 +27,7 @@ class ServingProgress:
         """Take in an iteration; its figures are drawn a few times a second."""
         if self._start_s is None:
             self._start_s = stats.start_s
-        self._num_tokens += stats.num_decodes
+        self._num_tokens += stats.num_sampled
         now = stats.start_s + stats.wall_s
         if now - self._drawn_s < _REDRAW_S:
             return

@@ -20,7 +20,7 @@ class StepResult:
 
     tokens: list[int]
     logprobs: list[TokenLogprobs | None]  # aligned with tokens; None where not asked for
-    device_s: float  # seconds the device was busy, its transfers included
+    device_s: float  # seconds from the first dispatch until the tokens are back
 
 
 class Executor(Protocol):

@@ -63,14 +63,18 @@ class JaxExecutor:
 
     def execute(self, batch: ScheduledBatch) -> StepResult:
         """Dispatch the decode step and the prefill step, then wait for both."""
+        if batch.decodes:
+            rows = self._rows.update(batch.decodes)
+        else:
+            self._rows.forget()
+        layout = self._prefill_layout(batch.prefills) if batch.prefills else None
         start = time.perf_counter()
         steps: list[tuple[list[Sequence], Sampled]] = []
         if batch.decodes:
-            steps.append((batch.decodes, self._decode(batch.decodes)))
-        else:
-            self._rows.forget()
-        if batch.prefills:
-            hidden = self._prefill(batch.prefills)
+            self.cache, sampled = decode_step(self._params, self.cache, *rows, **self._static)
+            steps.append((batch.decodes, sampled))
+        if layout is not None:
+            self.cache, hidden = prefill_step(self._params, self.cache, *layout, **self._static)
             completing = [i for i, chunk in enumerate(batch.prefills) if chunk.completes]
             if completing:
                 seqs = [batch.prefills[i].seq for i in completing]
@@ -84,22 +88,12 @@ class JaxExecutor:
             logprobs += _logprobs(seqs, sampled)
         return StepResult(tokens, logprobs, time.perf_counter() - start)
 
-    def _decode(self, seqs: list[Sequence]) -> Sampled:
-        self.cache, sampled = decode_step(
-            self._params, self.cache, *self._rows.update(seqs), **self._static
-        )
-        return sampled
-
-    def _prefill(self, chunks: list[PrefillChunk]) -> jax.Array:
-        """Hidden states ``[max_prefill_seqs, E]`` of each chunk's last token."""
+    def _prefill_layout(self, chunks: list[PrefillChunk]) -> PrefillArrays:
         num_tokens = sum(chunk.num_tokens for chunk in chunks)
         bucket = bucket_of(self._prefill_buckets, num_tokens)
         self.num_prefill_tokens += bucket
         self.num_padded_tokens += bucket - num_tokens
-        self.cache, hidden = prefill_step(
-            self._params, self.cache, *self._prefill_arrays(chunks, bucket), **self._static
-        )
-        return hidden
+        return self._prefill_arrays(chunks, bucket)
 
     def _prefill_arrays(self, chunks: list[PrefillChunk], bucket: int) -> PrefillArrays:
         return prefill_arrays(

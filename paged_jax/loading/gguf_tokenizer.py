@@ -93,7 +93,6 @@ def _read(metadata: Mapping[str, Any], build: _Builder) -> transformers_tokenize
     return transformers_tokenizer.wrap(
         tokenizer,
         chat_template=metadata.get("tokenizer.chat_template"),
-        model_max_length=metadata.get(f"{metadata['general.architecture']}.context_length"),
         **special,
     )
 

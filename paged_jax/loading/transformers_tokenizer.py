@@ -7,6 +7,9 @@ from typing import Any
 # transformers.PreTrainedTokenizerFast; the package has no type information.
 Tokenizer = Any
 
+# The engine checks lengths; a tokenizer's warning would only repeat it.
+_NO_LIMIT = 1 << 62
+
 _FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
 
 
@@ -36,13 +39,17 @@ def read_hf_tokenizer(directory: Path) -> Tokenizer:
         )
     # Otherwise decode deletes spaces that the model wrote.
     tokenizer.clean_up_tokenization_spaces = False
+    tokenizer.model_max_length = _NO_LIMIT
     return tokenizer
 
 
 def wrap(tokenizer: Any, **options: Any) -> Tokenizer:
     """A `tokenizers.Tokenizer` as a transformers tokenizer; options: special tokens, template."""
     return import_transformers().PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, clean_up_tokenization_spaces=False, **options
+        tokenizer_object=tokenizer,
+        clean_up_tokenization_spaces=False,
+        model_max_length=_NO_LIMIT,
+        **options,
     )
 
 
