@@ -4,6 +4,8 @@ import numpy as np
 import pytest
 
 from paged_jax import SamplingParams
+from paged_jax.scheduling.request import Request
+from paged_jax.tracking import SequenceRecord
 
 PROMPT = "A function definition is an "
 EOS = 257
@@ -56,6 +58,30 @@ def test_the_first_of_several_stop_strings_wins(engine, plain):
     late, early = plain[25:28], plain[8:12]
     out = complete(engine, stop=["never there", late, early])
     assert (out.text, out.stop_reason) == (plain[: plain.index(early)], early)
+
+
+def test_of_stop_strings_that_end_together_the_longest_is_cut(engine, plain):
+    assert plain.index(plain[9:12]) == 9
+    out = complete(engine, stop=[plain[10:12], plain[9:12], plain[11:12] + "never"])
+    assert (out.text, out.stop_reason) == (plain[:9], plain[9:12])
+
+
+def test_nothing_follows_a_stop_string_not_even_the_rest_of_its_token():
+    """Here tokens are words, and the detokenizer holds back half a character."""
+
+    class Detokenizer:
+        def append(self, tokens):
+            return {1: "one ", 2: "two STOP three"}[tokens[0]]
+
+        def flush(self):
+            return "\ufffd"
+
+    params = SamplingParams(stop="STOP")
+    record = SequenceRecord(Request("r", (1,), params, 0.0, 0).sequences[0], Detokenizer())
+    assert record.append(1, 0.0, None) is None
+    assert record.append(2, 0.0, None) == "STOP"
+    record.finish(tokenizer=None)
+    assert record.text == "one two "
 
 
 def test_a_stop_string_that_the_prompt_holds_does_not_count(engine, plain):

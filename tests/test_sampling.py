@@ -151,6 +151,15 @@ def test_tokens_that_tie_with_the_last_one_kept_are_kept(params, kept):
     assert set(np.flatnonzero(counts)) == set([30, 2, 17, 5, 8, 12][:kept])
 
 
+@pytest.mark.parametrize("top_k", [2, 3, 4, 5])
+def test_logits_that_differ_in_their_last_bits_are_told_apart(top_k):
+    logits = np.full(V, -np.inf)
+    logits[0] = 3
+    logits[1:9] = 1.7 - np.arange(8) * 2.0**-22  # steps of two units in the last place
+    counts = draw(logits, SamplingParams(top_k=top_k))
+    assert set(np.flatnonzero(counts)) == set(range(top_k))
+
+
 @pytest.mark.parametrize("params", [{}, {"top_p": 0.5}, {"top_k": 3}, {"min_p": 0.2}], ids=str)
 def test_equal_logits_are_drawn_alike(params):
     logits = np.zeros(V)
