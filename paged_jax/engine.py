@@ -21,6 +21,7 @@ from tqdm import tqdm
 from paged_jax import kv_cache
 from paged_jax.compilation import compile_all, use_persistent_cache
 from paged_jax.engine_core import EngineCore, Iteration, IterationStats
+from paged_jax.executor.buckets import prefill_buckets
 from paged_jax.executor.jax_executor import JaxExecutor
 from paged_jax.executor.sampling_rows import check_end_tokens
 from paged_jax.loading import IncrementalDetokenizer, LoadedModel, load_model
@@ -137,6 +138,7 @@ class Engine:
             head_dim=self.config.head_dim,
             dtype=self.dtype,
         )
+        buckets = prefill_buckets(self.max_num_batched_tokens)
         scheduler = Scheduler(
             memory,
             max_num_seqs=self.max_num_seqs,
@@ -145,6 +147,7 @@ class Engine:
             max_prefill_seqs=max_prefill_seqs,
             eos_token_ids=self.config.eos_token_ids,
             watermark=watermark,
+            prefill_sizes=buckets,
         )
         self.executor = JaxExecutor(
             self.config,
@@ -153,7 +156,7 @@ class Engine:
             memory,
             attention=self.attention,
             max_num_seqs=self.max_num_seqs,
-            max_num_batched_tokens=self.max_num_batched_tokens,
+            prefill_buckets=buckets,
             max_prefill_seqs=max_prefill_seqs,
             max_model_len=self.max_model_len,
         )

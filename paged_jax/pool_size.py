@@ -6,7 +6,7 @@ from paged_jax.kv_cache import bytes_per_block
 from paged_jax.models.config import ModelConfig
 
 GPU_MEMORY_SHARE = 0.9  # of what the device has, weights included
-HOST_POOL_BYTES = 2 << 30  # at most, where the cache lives in host memory
+HOST_POOL_BYTES = 1 << 30  # at most, where the cache lives in host memory
 
 
 def default_num_blocks(

@@ -10,9 +10,9 @@ MIN_PREFILL_TOKENS = 16
 
 
 def decode_buckets(max_num_seqs: int) -> list[int]:
-    """Rows of a decode step: 1, 2, 4, 8, then two for each doubling, up to ``max_num_seqs``."""
-    buckets = [1, 2, 4]
-    base = 8
+    """Rows of a decode step: powers of two up to 16, then two for each doubling."""
+    buckets = [1, 2, 4, 8]
+    base = 16
     while base < max_num_seqs:
         buckets += [base, base * 3 // 2]
         base *= 2
@@ -20,11 +20,15 @@ def decode_buckets(max_num_seqs: int) -> list[int]:
 
 
 def prefill_buckets(max_num_tokens: int) -> list[int]:
-    """Tokens of a prefill step, each at most 4/3 of the one before: under a quarter is padding."""
-    buckets = []
-    base = MIN_PREFILL_TOKENS
+    """Tokens of a prefill step, two for each doubling.
+
+    The scheduler keeps away from the lower half between two of them, where more than a quarter
+    would be padding.
+    """
+    buckets = [MIN_PREFILL_TOKENS, 2 * MIN_PREFILL_TOKENS]
+    base = 4 * MIN_PREFILL_TOKENS
     while base < max_num_tokens:
-        buckets += [base, base * 5 // 4, base * 3 // 2]
+        buckets += [base, base * 3 // 2]
         base *= 2
     return [*(b for b in buckets if b < max_num_tokens), max_num_tokens]
 

@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Callable, Iterator
+from collections.abc import Sequence as Seq
 from functools import partial
 from typing import Any
 
@@ -11,7 +12,7 @@ from jax.stages import Lowered
 
 from paged_jax.attention import PagedAttention
 from paged_jax.decode import decode_step, head_step, prefill_step
-from paged_jax.executor.buckets import bucket_of, padded, prefill_buckets
+from paged_jax.executor.buckets import bucket_of, padded
 from paged_jax.executor.decode_rows import DecodeRows
 from paged_jax.executor.interface import StepResult, TokenLogprobs
 from paged_jax.executor.prefill_arrays import PrefillArrays, PrefillShape, prefill_arrays
@@ -40,7 +41,7 @@ class JaxExecutor:
         *,
         attention: str,
         max_num_seqs: int,
-        max_num_batched_tokens: int,
+        prefill_buckets: Seq[int],
         max_prefill_seqs: int,
         max_model_len: int,
     ):
@@ -56,7 +57,7 @@ class JaxExecutor:
         self._max_prefill_seqs = max_prefill_seqs
         self._max_model_len = max_model_len
         self._rows = DecodeRows(memory, max_num_seqs=max_num_seqs, max_model_len=max_model_len)
-        self._prefill_buckets = prefill_buckets(max_num_batched_tokens)
+        self._prefill_buckets = prefill_buckets
         self._head_buckets = sorted({1, min(4, max_prefill_seqs), max_prefill_seqs})
         self.num_padded_tokens = 0  # prefill tokens that were padding, since the start
         self.num_prefill_tokens = 0  # prefill tokens computed, padding included

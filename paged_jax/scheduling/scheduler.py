@@ -11,6 +11,7 @@ iteration computes at least one token of the oldest sequence, and it ends.
 """
 
 import collections.abc
+from bisect import bisect_left
 from collections import deque
 
 from paged_jax.memory.interface import MemoryManager
@@ -28,6 +29,8 @@ class Scheduler:
     max_prefill_seqs: prefill chunks per iteration.
     eos_token_ids: tokens that end every sequence which does not set `ignore_eos`.
     watermark: fraction of the blocks that admission leaves free for running sequences to grow.
+    prefill_sizes: tokens of a prefill step that the executor computes without padding, ascending;
+        none: any number.
     """
 
     def __init__(
@@ -40,6 +43,7 @@ class Scheduler:
         max_prefill_seqs: int,
         eos_token_ids: collections.abc.Iterable[int],
         watermark: float = 0.01,
+        prefill_sizes: collections.abc.Sequence[int] = (),
     ):
         limits = {
             "max_num_seqs": max_num_seqs,
@@ -61,6 +65,7 @@ class Scheduler:
         self.max_num_batched_tokens = max_num_batched_tokens
         self.max_model_len = max_model_len
         self.max_prefill_seqs = max_prefill_seqs
+        self._prefill_sizes = tuple(prefill_sizes)
         self._eos_token_ids = frozenset(eos_token_ids)
         self._watermark_blocks = int(watermark * memory.num_total_blocks)
 
@@ -128,13 +133,14 @@ class Scheduler:
         decodes = self._decoding.copy()
         prefills: list[PrefillChunk] = []
         budget = self.max_num_batched_tokens - len(decodes)
-        # One at most: the one whose chunk the budget cut short. More only if the results of the
-        # last iteration never came; their chunks kept to the limits then, and do so again.
+        # Those whose chunk the last iteration cut short, or left out; they kept to its limits.
         for seq in self._prefilling:
-            budget -= _add_chunk(prefills, seq, budget)
+            if budget > 0:
+                budget -= _add_chunk(prefills, seq, budget)
         # Who has just been preempted would be the first to come in, only to be thrown out again.
         if not preempted:
             self._admit(prefills, budget)
+        self._fit_to_sizes(prefills)
         return ScheduledBatch(prefills, decodes, preempted)
 
     def _grow_decoding(self) -> list[Sequence]:
@@ -181,6 +187,23 @@ class Scheduler:
             self._prefilling.append(seq)
             num_running += 1
             budget -= _add_chunk(prefills, seq, budget)
+
+    def _fit_to_sizes(self, prefills: list[PrefillChunk]) -> None:
+        """Leave tokens for the next iteration where too much of the step would be padding.
+
+        The executor fills up a step to the next of its sizes. Where that is a quarter of it or
+        more, the last chunks are cut down to the size below.
+        """
+        num_tokens = sum(chunk.num_tokens for chunk in prefills)
+        at = bisect_left(self._prefill_sizes, num_tokens)
+        if not 0 < at < len(self._prefill_sizes) or 4 * num_tokens > 3 * self._prefill_sizes[at]:
+            return
+        excess = num_tokens - self._prefill_sizes[at - 1]
+        while excess > 0:
+            chunk = prefills.pop()
+            if chunk.num_tokens > excess:
+                prefills.append(PrefillChunk(chunk.seq, chunk.start, chunk.num_tokens - excess))
+            excess -= chunk.num_tokens
 
     def update(
         self, batch: ScheduledBatch, sampled: collections.abc.Sequence[int]
