@@ -350,6 +350,8 @@ class Engine:
             return None
         self.core.scheduler.abort(request_id)
         output = self._close(request_id)
+        # What `step` has not returned yet of a streaming request is in this output too.
+        self._outbox = deque(out for out in self._outbox if out.request_id != request_id)
         if request_id in self._mailboxes:
             self._mailboxes[request_id].append(output)
         return output

@@ -205,6 +205,13 @@ def test_abort_while_preempted(engine_with):
     assert len(run(engine)["old"].outputs[0].token_ids) == 100
 
 
+def test_nothing_comes_of_a_request_after_its_abort(engine):
+    engine.add_request("mine", PROMPT, SamplingParams(temperature=0, max_tokens=50), stream=True)
+    engine.generate(PROMPT, GREEDY, progress=False)  # makes tokens for the other too
+    assert len(engine.abort("mine").outputs[0].token_ids) >= 10
+    assert engine.step() == []
+
+
 def test_abort_keeps_the_continuations_that_have_ended(engine):
     params = SamplingParams(n=3, seed=0, temperature=1.0, max_tokens=60)
     [whole] = engine.generate(PROMPT, params, progress=False)
