@@ -213,7 +213,7 @@ def test_nothing_comes_of_a_request_after_its_abort(engine):
 
 
 def test_abort_keeps_the_continuations_that_have_ended(engine):
-    params = SamplingParams(n=3, seed=0, temperature=1.0, max_tokens=60)
+    params = SamplingParams(n=3, seed=8, temperature=1.0, max_tokens=60)
     [whole] = engine.generate(PROMPT, params, progress=False)
     by_length = sorted(whole.outputs, key=lambda out: len(out.token_ids))
     assert by_length[0].finish_reason == "stop", "one ends early"
