@@ -1,15 +1,14 @@
-"""JAX's compilations: done ahead, kept on disk between runs, and counted."""
+"""JAX's compilations: kept on disk between runs, and counted."""
 
 import os
-from collections.abc import Callable, Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor, as_completed
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 import jax
-from jax.stages import Lowered
-from tqdm import tqdm
+
+from paged_jax.warm_up import is_warming_up
 
 
 def use_persistent_cache() -> None:
@@ -25,28 +24,9 @@ def use_persistent_cache() -> None:
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
 
 
-def compile_all(lowerings: Mapping[str, Callable[[], Lowered]], *, progress: bool) -> None:
-    """Compile jitted functions for given arguments, so that calling them compiles nothing.
-
-    Nothing runs. Threads overlap the tracing of one with the compilation of another.
-    """
-    with (
-        ThreadPoolExecutor(max(2, (os.cpu_count() or 1) // 2)) as pool,
-        tqdm(total=len(lowerings), desc="compiling", unit="step", disable=not progress) as bar,
-    ):
-        jobs = [pool.submit(_compile, lower) for lower in lowerings.values()]
-        for job in as_completed(jobs):
-            job.result()
-            bar.update()
-
-
-def _compile(lower: Callable[[], Lowered]) -> None:
-    lower().compile()
-
-
 @dataclass
 class CompilationCount:
-    """Programs compiled, or loaded from the persistent cache."""
+    """Programs compiled, or loaded from the persistent cache, other than by a warm-up."""
 
     programs: int = 0
 
@@ -60,7 +40,7 @@ def count_compilations() -> Iterator[CompilationCount]:
     count = CompilationCount()
 
     def listen(event: str, duration_secs: float, **kwargs: str | int) -> None:
-        if event == _EVENT:
+        if event == _EVENT and not is_warming_up():
             count.programs += 1
 
     jax.monitoring.register_event_duration_secs_listener(listen)

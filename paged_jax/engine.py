@@ -19,12 +19,12 @@ import numpy as np
 from tqdm import tqdm
 
 from paged_jax import kv_cache
-from paged_jax.compilation import compile_all, use_persistent_cache
+from paged_jax.compilation import use_persistent_cache
 from paged_jax.engine_core import EngineCore, Iteration, IterationStats
 from paged_jax.executor.buckets import prefill_buckets
 from paged_jax.executor.jax_executor import JaxExecutor
 from paged_jax.executor.sampling_rows import check_end_tokens
-from paged_jax.loading import IncrementalDetokenizer, LoadedModel, load_model
+from paged_jax.loading import IncrementalDetokenizer, LoadedModel, load_config, load_model
 from paged_jax.loading.arrays import weight_dtype
 from paged_jax.memory.block_manager import BlockManager
 from paged_jax.models.split import nest
@@ -35,6 +35,7 @@ from paged_jax.scheduling.request import Request
 from paged_jax.scheduling.sampling_params import SamplingParams
 from paged_jax.scheduling.scheduler import Scheduler
 from paged_jax.tracking import RequestRecord, SequenceRecord
+from paged_jax.warm_up import WarmUp
 from pallas_kernels.paged_attention import resolve
 
 # (device is a CPU) -> defaults; a laptop's compute saturates early.
@@ -59,7 +60,8 @@ class Engine:
     dtype: of weights and cache; "auto": float32 on a CPU, bfloat16 on a GPU.
     attention: an implementation by name, or "auto" (`pallas_kernels.paged_attention`).
     seed: of requests that bring none.
-    warm_up: compile every step now, so that none compiles while requests wait.
+    warm_up: compile every step in the background; one that is needed before has priority. `warm_up`
+        waits until all are there, so that no request ever waits for one.
     on_iteration: called with the statistics of every iteration; it must not abort requests.
 
     ValueError, in one line, for anything that cannot work.
@@ -80,7 +82,6 @@ class Engine:
         attention: str = "auto",
         seed: int = 0,
         warm_up: bool = True,
-        progress: bool = True,
         on_iteration: Callable[[IterationStats], None] | None = None,
     ):
         defaults: Mapping[str, Any] = _DEFAULTS[jax.default_backend() == "cpu"]
@@ -105,8 +106,7 @@ class Engine:
         weight_type = weight_dtype(self.dtype)
         use_persistent_cache()
 
-        loaded = model if isinstance(model, LoadedModel) else load_model(model, self.dtype)
-        self.config, self.tokenizer = loaded.config, loaded.tokenizer
+        self.config = model.config if isinstance(model, LoadedModel) else load_config(model)
         limit = self.config.max_position_embeddings
         self.max_model_len = limit if max_model_len is None else max_model_len
         if not 1 < self.max_model_len <= limit:
@@ -114,12 +114,6 @@ class Engine:
                 f"max_model_len must be between 2 and {limit}, for which {self.config.name} was "
                 f"made; got {self.max_model_len}"
             )
-        params = nest(
-            {
-                name: jax.device_put(x.astype(weight_type, copy=False))
-                for name, x in loaded.weights.items()
-            }
-        )
         if num_blocks is None:
             num_blocks = default_num_blocks(
                 self.config,
@@ -151,7 +145,6 @@ class Engine:
         )
         self.executor = JaxExecutor(
             self.config,
-            params,
             cache,
             memory,
             attention=self.attention,
@@ -159,6 +152,21 @@ class Engine:
             prefill_buckets=buckets,
             max_prefill_seqs=max_prefill_seqs,
             max_model_len=self.max_model_len,
+        )
+        if warm_up:
+            self.executor.warm_up = WarmUp(self.executor.lowerings())
+        try:
+            loaded = model if isinstance(model, LoadedModel) else load_model(model, self.dtype)
+        except BaseException:
+            if self.executor.warm_up is not None:
+                self.executor.warm_up.cancel()
+            raise
+        self.tokenizer = loaded.tokenizer
+        self.executor.params = nest(
+            {
+                name: jax.device_put(x.astype(weight_type, copy=False))
+                for name, x in loaded.weights.items()
+            }
         )
         self.core = EngineCore(scheduler, self.executor, on_iteration=on_iteration)
         self._records: dict[str, RequestRecord] = {}
@@ -168,12 +176,12 @@ class Engine:
         self._mailboxes: dict[str, deque[RequestOutput]] = {}
         self._outbox: deque[RequestOutput] = deque()
         self._numbers = itertools.count()
-        if warm_up:
-            self.warm_up(progress=progress)
 
     def warm_up(self, *, progress: bool = True) -> None:
-        """Compile every step, or load it from JAX's persistent cache; nothing runs."""
-        compile_all(dict(self.executor.lowerings()), progress=progress)
+        """Return once every step is compiled, or loaded from JAX's persistent cache."""
+        if self.executor.warm_up is None:
+            self.executor.warm_up = WarmUp(self.executor.lowerings())
+        self.executor.warm_up.wait(progress=progress)
 
     def generate(
         self,

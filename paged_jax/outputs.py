@@ -10,8 +10,9 @@ from paged_jax.scheduling.request import FinishReason
 class CompletionOutput:
     """One continuation of the prompt, complete or so far.
 
-    ``text`` ends before a stop string, unless ``include_stop_str_in_output``; ``token_ids`` holds
-    all that was generated. ``stop_reason`` is the stop token or string that ended it, None for EOS.
+    ``text`` ends before a stop string or stop token, unless ``include_stop_str_in_output``;
+    ``token_ids`` holds all that was generated. ``stop_reason`` is the stop token or string that
+    ended it, None for EOS.
     """
 
     index: int

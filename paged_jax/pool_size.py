@@ -1,9 +1,11 @@
 """How many blocks fit."""
 
 import jax
+import jax.numpy as jnp
 
 from paged_jax.kv_cache import bytes_per_block
 from paged_jax.models.config import ModelConfig
+from paged_jax.models.shapes import num_parameters
 
 GPU_MEMORY_SHARE = 0.9  # of what the device has, weights included
 HOST_POOL_BYTES = 1 << 30  # at most, where the cache lives in host memory
@@ -14,8 +16,8 @@ def default_num_blocks(
 ) -> int:
     """Blocks for ``max_num_seqs`` sequences of ``max_model_len`` tokens, or as many as fit.
 
-    On a GPU they fit in what `GPU_MEMORY_SHARE` of its memory leaves beside the weights, which
-    are there already; on a CPU in `HOST_POOL_BYTES`. ValueError if not even one does.
+    On a GPU they fit in what `GPU_MEMORY_SHARE` of its memory leaves beside what is in use and the
+    weights, which are yet to come; on a CPU in `HOST_POOL_BYTES`. ValueError if not even one does.
     """
     per_block = bytes_per_block(
         num_layers=config.num_layers,
@@ -28,7 +30,8 @@ def default_num_blocks(
     device = jax.devices()[0]
     if device.platform != "cpu":
         stats = device.memory_stats()
-        room = int(stats["bytes_limit"] * GPU_MEMORY_SHARE) - stats["bytes_in_use"]
+        weights = num_parameters(config) * jnp.dtype(dtype).itemsize
+        room = int(stats["bytes_limit"] * GPU_MEMORY_SHARE) - stats["bytes_in_use"] - weights
     fitting = room // per_block - 1  # the null block takes one
     if fitting < 1:
         raise ValueError(

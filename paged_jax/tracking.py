@@ -28,11 +28,18 @@ class SequenceRecord:
         self.token_times_s.append(time_s)
         if logprobs is not None:
             self.logprobs.append(logprobs)
-        if self.detokenizer is None:
+        if self.detokenizer is None or self._hides_last_token:
             return None
         start = len(self.text)
         self.text += self.detokenizer.append([token])
         return self._cut_at_stop(start)
+
+    @property
+    def _hides_last_token(self) -> bool:
+        """Whether it has ended with one of `stop_token_ids`, which is no part of the text."""
+        seq = self.seq
+        ended = seq.finish_reason == "stop" and isinstance(seq.stop_reason, int)
+        return ended and not seq.request.params.include_stop_str_in_output
 
     def _cut_at_stop(self, start: int) -> str | None:
         """Look for a stop string that ends after ``start`` and cut the text there."""
@@ -68,8 +75,9 @@ class SequenceRecord:
         if self.detokenizer is not None:
             self.text += self.detokenizer.flush()
             return
+        token_ids = self.seq.output_token_ids
         self.text = tokenizer.decode(
-            self.seq.output_token_ids,
+            token_ids[:-1] if self._hides_last_token else token_ids,
             skip_special_tokens=self.seq.request.params.skip_special_tokens,
             clean_up_tokenization_spaces=False,
         )

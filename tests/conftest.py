@@ -29,7 +29,6 @@ SMALL_LIMITS = {
     "max_model_len": 512,
     "max_prefill_seqs": 4,
     "warm_up": False,
-    "progress": False,
 }
 
 

@@ -8,7 +8,7 @@ import pytest
 from mixed_requests import mixed_requests
 
 from paged_jax import Engine, SamplingParams
-from paged_jax.compilation import compile_all, count_compilations, use_persistent_cache
+from paged_jax.compilation import count_compilations, use_persistent_cache
 
 PROMPT = "A function definition is an "
 
@@ -39,24 +39,6 @@ def test_counts_side_by_side_and_of_other_threads():
     assert (inner.programs, outer.programs) == (1, 2)
 
 
-def test_what_is_compiled_ahead_compiles_no_more():
-    functions = {f"times {i}": jax.jit(lambda x, i=i: x * i) for i in range(5)}
-    x = jnp.arange(3)
-    compile_all({name: lambda f=f: f.lower(x) for name, f in functions.items()}, progress=False)
-    with count_compilations() as count:
-        for i, f in enumerate(functions.values()):
-            assert f(x).tolist() == [0, i, 2 * i]
-    assert count.programs == 0
-
-
-def test_an_error_while_compiling_ahead_is_raised():
-    def fails():
-        raise ZeroDivisionError
-
-    with pytest.raises(ZeroDivisionError):
-        compile_all({"bad": fails}, progress=False)
-
-
 def test_a_cache_folder_that_was_chosen_is_kept():
     chosen = jax.config.jax_compilation_cache_dir
     use_persistent_cache()
@@ -66,18 +48,16 @@ def test_a_cache_folder_that_was_chosen_is_kept():
 @pytest.fixture(scope="module")
 def warm_engine(tiny_model):
     """Warm, with limits that no other test uses, so that nothing is compiled already."""
-    with count_compilations() as count:
-        engine = Engine(
-            tiny_model,
-            block_size=16,
-            num_blocks=24,
-            max_num_seqs=3,
-            max_num_batched_tokens=24,
-            max_model_len=384,
-            max_prefill_seqs=3,
-            progress=False,
-        )
-    assert count.programs >= 8, "1 to 3 rows; 16, 20 and 24 tokens; a head of 1 and of 3"
+    engine = Engine(
+        tiny_model,
+        block_size=16,
+        num_blocks=24,
+        max_num_seqs=3,
+        max_num_batched_tokens=24,
+        max_model_len=384,
+        max_prefill_seqs=3,
+    )
+    engine.warm_up(progress=False)
     return engine
 
 

@@ -116,7 +116,13 @@ def test_a_stop_token_ends_the_sequence_and_is_reported(engine, plain):
     token = ord(plain[6])
     out = complete(engine, stop_token_ids=[token])
     assert (out.finish_reason, out.stop_reason) == ("stop", token)
-    assert out.token_ids == list(plain[: plain.index(plain[6]) + 1].encode())
+    at = plain.index(plain[6])
+    assert out.token_ids == list(plain[: at + 1].encode())
+    assert out.text == plain[:at]
+    shown = complete(engine, stop_token_ids=[token], include_stop_str_in_output=True)
+    assert shown.text == plain[: at + 1]
+    streamed = list(engine.stream(PROMPT, SamplingParams(temperature=0, stop_token_ids=[token])))
+    assert streamed[-1].outputs[0].text == plain[:at]
 
 
 def test_stop_tokens_are_not_sampled_before_min_tokens(engine, plain):

@@ -20,7 +20,6 @@ def executor(tiny_model):
         max_num_batched_tokens=32,
         max_model_len=128,
         warm_up=False,
-        progress=False,
     )
     return engine.executor
 
@@ -42,7 +41,7 @@ def passes_over_cache(text: str, shape: tuple[int, ...]) -> list[str]:
 
 @pytest.mark.parametrize("name", ["decode 1", "decode 2", "decode 4", "prefill 16", "prefill 32"])
 def test_a_step_makes_no_pass_over_the_cache(executor, name):
-    compiled = dict(executor.lowerings())[name]().compile()
+    compiled = executor.lowerings()[name]().compile()
     assert not passes_over_cache(compiled.as_text(), executor.cache.k[0].shape)
 
 

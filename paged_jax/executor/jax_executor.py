@@ -1,7 +1,7 @@
 """Runs iterations on the device with the jitted steps."""
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from functools import partial
 from typing import Any
@@ -20,22 +20,25 @@ from paged_jax.executor.sampling_rows import needs_history, sampling_batch, samp
 from paged_jax.kv_cache import PagedKVCache
 from paged_jax.memory.interface import MemoryManager
 from paged_jax.models.config import ModelConfig
-from paged_jax.models.split import Params
-from paged_jax.sampling import Sampled
+from paged_jax.models.shapes import expected_shapes
+from paged_jax.models.split import Params, nest
+from paged_jax.sampling import Sampled, SamplingBatch
 from paged_jax.scheduling.batch import PrefillChunk, ScheduledBatch
 from paged_jax.scheduling.request import Sequence
+from paged_jax.warm_up import WarmUp
 
 
 class JaxExecutor:
     """Owns parameters and cache; turns scheduled batches into steps.
 
-    The cache is donated to each step and replaced by what comes back.
+    The cache is donated to each step and replaced by what comes back. ``params`` may come later
+    than the rest: compiling needs their shapes alone. Steps wait for ``warm_up``, if there is one,
+    to have compiled them.
     """
 
     def __init__(
         self,
         config: ModelConfig,
-        params: Params,
         cache: PagedKVCache,
         memory: MemoryManager,
         *,
@@ -51,8 +54,9 @@ class JaxExecutor:
                 config.head_dim**-0.5, config.sliding_window, impl=attention
             ),
         }
-        self._params = params
+        self.params: Params = {}
         self.cache = cache
+        self.warm_up: WarmUp | None = None
         self._memory = memory
         self._max_prefill_seqs = max_prefill_seqs
         self._max_model_len = max_model_len
@@ -66,16 +70,19 @@ class JaxExecutor:
         """Dispatch the decode step and the prefill step, then wait for both."""
         if batch.decodes:
             rows = self._rows.update(batch.decodes)
+            self._require("decode", len(rows[0]))
         else:
             self._rows.forget()
-        layout = self._prefill_layout(batch.prefills) if batch.prefills else None
+        if batch.prefills:
+            layout = self._prefill_layout(batch.prefills)
+            self._require("prefill", len(layout.tokens))
         start = time.perf_counter()
         steps: list[tuple[list[Sequence], Sampled]] = []
         if batch.decodes:
-            self.cache, sampled = decode_step(self._params, self.cache, *rows, **self._static)
+            self.cache, sampled = decode_step(self.params, self.cache, *rows, **self._static)
             steps.append((batch.decodes, sampled))
-        if layout is not None:
-            self.cache, hidden = prefill_step(self._params, self.cache, *layout, **self._static)
+        if batch.prefills:
+            self.cache, hidden = prefill_step(self.params, self.cache, *layout, **self._static)
             completing = [i for i, chunk in enumerate(batch.prefills) if chunk.completes]
             if completing:
                 seqs = [batch.prefills[i].seq for i in completing]
@@ -88,6 +95,10 @@ class JaxExecutor:
             tokens += np.asarray(sampled.tokens)[: len(seqs)].tolist()
             logprobs += _logprobs(seqs, sampled)
         return StepResult(tokens, logprobs, time.perf_counter() - start)
+
+    def _require(self, step: str, bucket: int) -> None:
+        if self.warm_up is not None:
+            self.warm_up.require(f"{step} {bucket}")
 
     def _prefill_layout(self, chunks: list[PrefillChunk]) -> PrefillArrays:
         num_tokens = sum(chunk.num_tokens for chunk in chunks)
@@ -112,8 +123,9 @@ class JaxExecutor:
             if needs_history(seq):
                 history[row, : seq.num_tokens] = seq.token_ids
         positions = padded([seq.num_tokens - 1 for seq in seqs], bucket)
+        self._require("head", bucket)
         return head_step(
-            self._params,
+            self.params,
             hidden,
             padded(rows, bucket),
             positions,
@@ -121,37 +133,41 @@ class JaxExecutor:
             config=self._static["config"],
         )
 
-    def lowerings(self) -> Iterator[tuple[str, Callable[[], Lowered]]]:
-        """Every step that can occur, by name, as a function that traces it for compilation."""
-        for bucket in self._rows.buckets:
-            yield f"decode {bucket}", partial(self._lower_decode, bucket)
-        for bucket in self._prefill_buckets:
-            yield f"prefill {bucket}", partial(self._lower_prefill, bucket)
-        for bucket in self._head_buckets:
-            yield f"head {bucket}", partial(self._lower_head, bucket)
+    def lowerings(self) -> dict[str, Callable[[], Lowered]]:
+        """Every step that can occur, by name, as a function that traces it for compilation.
 
-    def _lower_decode(self, bucket: int) -> Lowered:
-        zeros = np.zeros(bucket, np.int32)
-        tables = np.zeros((bucket, self._rows.block_tables.shape[1]), np.int32)
-        history = np.zeros((bucket, self._max_model_len), np.int32)
-        sampling = sampling_batch(sampling_rows([], bucket), history)
-        return decode_step.lower(
-            self._params, self.cache, zeros, zeros, tables, zeros, sampling, **self._static
-        )
+        Those that a first request needs come first.
+        """
+        config, dtype = self._static["config"], self.cache.k[0].dtype
+        shapes = expected_shapes(config)
+        params = nest({name: jax.ShapeDtypeStruct(s, dtype) for name, s in shapes.items()})
+        cache = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), self.cache)
+        num_blocks = self._rows.block_tables.shape[1]
 
-    def _lower_prefill(self, bucket: int) -> Lowered:
-        arrays = self._prefill_arrays([], bucket)
-        return prefill_step.lower(self._params, self.cache, *arrays, **self._static)
+        def sampling(bucket: int) -> SamplingBatch:
+            history = np.zeros((bucket, self._max_model_len), np.int32)
+            return sampling_batch(sampling_rows([], bucket), history)
 
-    def _lower_head(self, bucket: int) -> Lowered:
-        config = self._static["config"]
-        hidden = jax.ShapeDtypeStruct(
-            (self._max_prefill_seqs, config.hidden_size), self.cache.k[0].dtype
-        )
-        zeros = np.zeros(bucket, np.int32)
-        history = np.zeros((bucket, self._max_model_len), np.int32)
-        sampling = sampling_batch(sampling_rows([], bucket), history)
-        return head_step.lower(self._params, hidden, zeros, zeros, sampling, config=config)
+        def decode(bucket: int) -> Lowered:
+            zeros = np.zeros(bucket, np.int32)
+            tables = np.zeros((bucket, num_blocks), np.int32)
+            rows = (zeros, zeros, tables, zeros, sampling(bucket))
+            return decode_step.lower(params, cache, *rows, **self._static)
+
+        def prefill(bucket: int) -> Lowered:
+            arrays = self._prefill_arrays([], bucket)
+            return prefill_step.lower(params, cache, *arrays, **self._static)
+
+        def head(bucket: int) -> Lowered:
+            hidden = jax.ShapeDtypeStruct((self._max_prefill_seqs, config.hidden_size), dtype)
+            zeros = np.zeros(bucket, np.int32)
+            return head_step.lower(params, hidden, zeros, zeros, sampling(bucket), config=config)
+
+        return {
+            **{f"head {bucket}": partial(head, bucket) for bucket in self._head_buckets},
+            **{f"prefill {bucket}": partial(prefill, bucket) for bucket in self._prefill_buckets},
+            **{f"decode {bucket}": partial(decode, bucket) for bucket in self._rows.buckets},
+        }
 
 
 def _logprobs(seqs: list[Sequence], sampled: Sampled) -> list[TokenLogprobs | None]:

@@ -38,6 +38,7 @@ def sampling_rows(seqs: Iterable[Sequence], num_rows: int) -> np.ndarray:
     """Rows of ``seqs``, then greedy ones up to ``num_rows``: an array of `ROW`."""
     rows = np.zeros(num_rows, ROW)
     rows["end_tokens"] = -1
+    rows["top_p"] = rows["repetition_penalty"] = 1
     for i, seq in enumerate(seqs):
         rows[i] = sampling_row(seq)
     return rows

@@ -7,6 +7,7 @@ from numbers import Integral, Real
 from typing import Any
 
 MAX_LOGPROBS = 20
+MAX_N = 16384  # a request makes n sequences at once
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +39,7 @@ class SamplingParams:
     skip_special_tokens: bool = True
 
     def __post_init__(self) -> None:
-        self._int("n", low=1)
+        self._int("n", low=1, high=MAX_N)
         self._float("temperature", low=0.0)
         self._int("top_k", low=-1)
         self._set("top_k", max(self.top_k, 0))
