@@ -19,10 +19,12 @@ from jax import Array, lax
 from pallas_kernels.paged_attention.spec import AttentionOptions, AttentionResult
 
 CHUNK_TOKENS = 128
-# Keys and values that a group of rows gathers at a time: what two cores' L2 caches hold, or enough
-# to occupy a GPU.
-TILE_BYTES = {"cpu": 1536 << 10}
+# Keys and values that a group of rows may gather at a time: what a CPU's caches hold, or enough to
+# occupy a GPU. Smaller tiles pay more for starting each operation.
+TILE_BYTES = {"cpu": 3 << 20}
 DEFAULT_TILE_BYTES = 32 << 20
+# A batch of more rows is cut into two groups at least: one long row keeps only half of it waiting.
+SMALL_GROUP = 8
 # Stands for minus infinity where two are subtracted; below any score.
 LOWEST = -1e38
 
@@ -50,7 +52,8 @@ def attend(
     num_chunks = jnp.maximum(-(-context_lens // chunk) - first_chunk, 0)
 
     tile_bytes = TILE_BYTES.get(jax.default_backend(), DEFAULT_TILE_BYTES)
-    group = min(B, max(1, tile_bytes // (2 * chunk * Hk * D * k_cache.dtype.itemsize)))
+    tile_rows = max(1, tile_bytes // (2 * chunk * Hk * D * k_cache.dtype.itemsize))
+    group = min(B, tile_rows, max(SMALL_GROUP, -(-B // 2)))
     num_groups = -(-B // group)
     rows = jnp.arange(B) if num_groups == 1 else jnp.argsort(-num_chunks)
 
@@ -71,7 +74,7 @@ def attend(
     def ungrouped(x: Array) -> Array:
         """[groups, rows, Hk, T * G, ...] -> [B, T, Hq, ...], rows in the caller's order."""
         x = x.reshape(num_groups * group, Hk, T, G, *x.shape[4:])[:B]
-        x = jnp.zeros_like(x).at[rows].set(x, unique_indices=True) if num_groups > 1 else x
+        x = x[jnp.argsort(rows)] if num_groups > 1 else x
         return x.swapaxes(1, 2).reshape(B, T, Hq, *x.shape[4:])
 
     empty = total == 0
