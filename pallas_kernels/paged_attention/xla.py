@@ -63,9 +63,7 @@ def attend(
     def turn(state: tuple[Array, Array, Array, Array]) -> tuple[Array, Array, Array, Array]:
         i, top, total, out = state
         number = i * C + jnp.arange(C)
-        row = jnp.sum(number[:, None] >= ends, axis=1)  # i32[C]; B beyond the last chunk
-        member = row[:, None] == jnp.arange(B)  # [C, B]
-        row = jnp.minimum(row, B - 1)
+        row = jnp.minimum(jnp.sum(number[:, None] >= ends, axis=1), B - 1)  # i32[C]
         at = first_chunk[row] + number - (ends - num_chunks)[row]  # chunk within the row
         context = jnp.where(number < ends[-1], context_lens[row], 0)[:, None]
 
@@ -93,18 +91,17 @@ def attend(
             scores = options.soft_cap * jnp.tanh(scores / options.soft_cap)
         scores = jnp.where(visible[:, None], scores, -jnp.inf)
 
-        # Of each row: the largest score so far, and by how much what was summed up shrinks.
-        chunk_top = jnp.where(member[..., None, None], jnp.max(scores, axis=-1)[:, None], LOWEST)
-        new_top = jnp.maximum(top, jnp.max(chunk_top, axis=0))  # [B, Hk, T * G]
+        # Of each row: the largest score so far, and by how much what was summed up shrinks. Chunks
+        # are scattered to their rows, so that a NaN stays in its own.
+        new_top = top.at[row].max(jnp.max(scores, axis=-1))  # [B, Hk, T * G]
         shrink = jnp.exp(top - new_top)
         weights = jnp.exp(scores - new_top[row][..., None])
         v = gather(v_blocks)
         values = jnp.einsum(
             "chqs,chsd->chqd", weights.astype(v.dtype), v, preferred_element_type=jnp.float32
         )
-        to_rows = member.astype(jnp.float32)
-        new_total = total * shrink + jnp.einsum("cb,chq->bhq", to_rows, jnp.sum(weights, axis=-1))
-        new_out = out * shrink[..., None] + jnp.einsum("cb,chqd->bhqd", to_rows, values)
+        new_total = (total * shrink).at[row].add(jnp.sum(weights, axis=-1))
+        new_out = (out * shrink[..., None]).at[row].add(values)
         return i + 1, new_top, new_total, new_out
 
     num_turns = -(-ends[-1] // C)
