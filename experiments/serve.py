@@ -5,8 +5,8 @@
     python -m experiments.serve --workload=lengths --arrivals=poisson --rate=2 --num_requests=200
     python -m experiments.serve --workload=prompts --prompt="Why is the sky blue?"
 
-The first command answers 32 ShareGPT prompts with SmolLM2-135M-Instruct. It ends in about two
-minutes on two CPU cores; the first time it compiles for a minute more. Requests are added when they
+The first command answers 32 ShareGPT prompts with SmolLM2-135M-Instruct. It ends in about a minute
+on two CPU cores; the first start compiles for half a minute more. Requests are added when they
 arrive, in real time. A progress bar shows tokens/s and how full the KV pool is.
 
 Expect a few completions, then tables: throughput, batch size, preemptions, host share; latencies
@@ -34,7 +34,7 @@ from typing import Any
 from absl import flags
 
 from experiments import reporting
-from experiments.serving.driver import require_fitting, serve, warm_up
+from experiments.serving.driver import require_fitting, serve
 from experiments.serving.figures import request_rows, run_figures, step_rows
 from experiments.serving.tables import print_completions, summary, tables
 from experiments.serving.timeline import plot_timeline
@@ -143,6 +143,14 @@ _ATTENTION = flags.DEFINE_string(
     "attention", "auto", "An implementation of paged attention by name, such as xla or reference."
 )
 
+_WARM_UP = flags.DEFINE_enum(
+    "warm_up",
+    "background",
+    ["background", "before"],
+    "Compile the steps while serving, those that are needed first; or all of them before, for "
+    "figures that no compilation disturbs.",
+)
+
 # What is left of it
 _OUT_DIR = flags.DEFINE_string("out_dir", "out/serve", "Folder for the results.")
 _SHOW = flags.DEFINE_integer("show", 3, "How many completions are printed.", lower_bound=0)
@@ -167,17 +175,22 @@ def main() -> None:
         dtype=_DTYPE.value,
         attention=_ATTENTION.value,
         seed=_SEED.value,
-        warm_up=False,  # bad input is refused first
     )
-    requests, notes = workload(engine, lengths)
-    require_fitting(engine, requests)
+    try:
+        requests, notes = workload(engine, lengths)
+        require_fitting(engine, requests)
+    except ValueError:
+        engine.close()  # or the steps would be compiled before the error is shown
+        raise
     for note in notes:
         print(note)
-    warm_up_s = warm_up(engine)
+    if _WARM_UP.value == "before":
+        engine.warm_up()
     run = serve(engine, requests, params)
+    engine.warm_up()  # what is still to come, so that the next start finds it on disk
 
     environment = reporting.environment()
-    figures = run_figures(run, engine, _STARTED_S) | {"warm_up_s": warm_up_s}
+    figures = run_figures(run, engine, _STARTED_S)
     results = {
         "flags": reporting.flag_values(_WORKLOAD),
         "environment": environment,

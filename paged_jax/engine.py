@@ -158,8 +158,7 @@ class Engine:
         try:
             loaded = model if isinstance(model, LoadedModel) else load_model(model, self.dtype)
         except BaseException:
-            if self.executor.warm_up is not None:
-                self.executor.warm_up.cancel()
+            self.close()
             raise
         self.tokenizer = loaded.tokenizer
         self.executor.params = nest(
@@ -177,11 +176,20 @@ class Engine:
         self._outbox: deque[RequestOutput] = deque()
         self._numbers = itertools.count()
 
-    def warm_up(self, *, progress: bool = True) -> None:
-        """Return once every step is compiled, or loaded from JAX's persistent cache."""
+    def warm_up(self, *, wait: bool = True, progress: bool = True) -> None:
+        """Compile every step, or load it from JAX's persistent cache; return once all are there.
+
+        With ``wait`` off it goes on in the background, as it does after construction.
+        """
         if self.executor.warm_up is None:
             self.executor.warm_up = WarmUp(self.executor.lowerings())
-        self.executor.warm_up.wait(progress=progress)
+        if wait:
+            self.executor.warm_up.wait(progress=progress)
+
+    def close(self) -> None:
+        """Give up what is still to be compiled in the background."""
+        if self.executor.warm_up is not None:
+            self.executor.warm_up.cancel()
 
     def generate(
         self,

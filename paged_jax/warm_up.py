@@ -4,7 +4,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor, as_completed
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 
 from jax.stages import Lowered
@@ -30,40 +30,39 @@ def _warming_up() -> Iterator[None]:
 class WarmUp:
     """Compiles jitted functions for given arguments, so that calling them compiles nothing.
 
-    Nothing runs. Threads start at once and overlap the tracing of one with the compilation of
-    another; whoever needs a function now calls `require` and has it next.
+    Nothing runs. Threads start at once, in the order given; whoever needs a function now calls
+    `require` and has it next.
     """
 
     def __init__(self, lowerings: Mapping[str, Callable[[], Lowered]]):
         self.waited_s = 0.0  # seconds that `require` has kept its callers waiting
         self._lowerings = lowerings
-        self._pool = ThreadPoolExecutor(max(2, (os.cpu_count() or 1) // 2))
+        # Half of the cores: the others load the model and serve.
+        pool = ThreadPoolExecutor(max(1, (os.cpu_count() or 1) // 2))
         self._jobs: dict[str, Future[None]] = {
-            name: self._pool.submit(_compile, lower) for name, lower in lowerings.items()
+            name: pool.submit(_compile, lower) for name, lower in lowerings.items()
         }
-        self._pool.shutdown(wait=False)
+        pool.shutdown(wait=False)
 
     def require(self, name: str) -> None:
         """Return once this function is compiled; compiles it here if no thread has begun."""
-        job = self._jobs.get(name)
-        if job is None:
-            return
-        start = time.perf_counter()
-        if job.cancel():
-            _compile(self._lowerings[name])
-            del self._jobs[name]
-        else:
-            job.result()
-        self.waited_s += time.perf_counter() - start
+        if name in self._jobs:
+            start = time.perf_counter()
+            self._complete(name)
+            self.waited_s += time.perf_counter() - start
 
     def wait(self, *, progress: bool) -> None:
-        """Return once all are compiled; raises what their compilation raised."""
-        jobs = self._jobs
-        with tqdm(total=len(jobs), desc="compiling", unit="step", disable=not progress) as bar:
-            for job in as_completed(jobs.values()):
-                job.result()
-                bar.update()
-        jobs.clear()
+        """Return once all are compiled, helping from the end; raises what a compilation raised."""
+        names = list(reversed(self._jobs))
+        for name in tqdm(names, desc="compiling", unit="step", disable=not progress):
+            self._complete(name)
+
+    def _complete(self, name: str) -> None:
+        if self._jobs[name].cancel():
+            _compile(self._lowerings[name])
+        else:
+            self._jobs[name].result()
+        del self._jobs[name]
 
     def cancel(self) -> None:
         """Give up what has not begun."""

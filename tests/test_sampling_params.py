@@ -65,7 +65,7 @@ def test_params_are_immutable_hashable_and_replaceable():
 @pytest.mark.parametrize(
     ("name", "value", "message"),
     [
-        ("n", 0, "n must be at least 1, got 0"),
+        ("n", 0, "n must be between 1 and 16384, got 0"),
         ("n", 1.0, "n must be an integer, got 1.0"),
         ("n", True, "n must be an integer, got True"),
         ("temperature", -0.1, "temperature must be at least 0.0, got -0.1"),

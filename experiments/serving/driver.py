@@ -52,13 +52,6 @@ def require_fitting(engine: Engine, requests: Sequence[WorkloadRequest]) -> None
         )
 
 
-def warm_up(engine: Engine) -> float:
-    """Compile every step, behind a progress bar; returns the seconds it took."""
-    start = time.perf_counter()
-    engine.warm_up()
-    return time.perf_counter() - start
-
-
 def serve(engine: Engine, requests: Sequence[WorkloadRequest], params: SamplingParams) -> ServedRun:
     """Add each request when it arrives and step until all have ended.
 

@@ -50,6 +50,7 @@ def run_figures(run: ServedRun, engine: Engine, started_s: float) -> dict[str, A
         "prefill_padding": _ratio(executor.num_padded_tokens, executor.num_prefill_tokens),
         "kv_usage": kv_usage(run.steps),
         "compilations_after_warmup": run.num_compilations,
+        "warm_up_wait_s": executor.warm_up.waited_s if executor.warm_up else None,
         "first_completion_s": _since(started_s, first_completion_s),
     }
 

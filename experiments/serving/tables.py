@@ -42,6 +42,7 @@ def tables(figures: dict[str, Any]) -> list[Table]:
                 ("host work per iteration (ms)", _times(1e3, figures["host_s_per_iteration"])),
                 ("padding in prefill (% of tokens)", _percent(figures["prefill_padding"])),
                 ("compilations after warm-up", figures["compilations_after_warmup"]),
+                ("waited for compilation (s)", figures["warm_up_wait_s"]),
                 ("first completion after (s, since the start)", figures["first_completion_s"]),
             ],
         ),
