@@ -25,6 +25,8 @@ def run_figures(run: ServedRun, engine: Engine, started_s: float) -> dict[str, A
     output_tokens = sum(len(out.token_ids) for output in outputs for out in output.outputs)
     device_s = sum(step.device_s for step in run.steps)
     executor = engine.executor
+    warm_up_wait_s = executor.warm_up.waited_s if executor.warm_up else 0.0
+    host_s = run.step_s - device_s - warm_up_wait_s
     first_completion_s = min(
         (times[-1] for output in outputs for times in output.metrics.token_times_s), default=None
     )
@@ -39,8 +41,8 @@ def run_figures(run: ServedRun, engine: Engine, started_s: float) -> dict[str, A
         "idle_s": run.idle_s,
         "step_s": run.step_s,
         "device_s": device_s,
-        "host_fraction": _ratio(run.step_s - device_s, run.step_s),
-        "host_s_per_iteration": _ratio(run.step_s - device_s, len(run.steps)),
+        "host_fraction": _ratio(host_s, run.step_s),
+        "host_s_per_iteration": _ratio(host_s, len(run.steps)),
         "wall_over_device": _ratio(run.wall_s - run.idle_s, device_s),
         **latencies(outputs),
         "iterations": len(run.steps),
@@ -50,7 +52,7 @@ def run_figures(run: ServedRun, engine: Engine, started_s: float) -> dict[str, A
         "prefill_padding": _ratio(executor.num_padded_tokens, executor.num_prefill_tokens),
         "kv_usage": kv_usage(run.steps),
         "compilations_after_warmup": run.num_compilations,
-        "warm_up_wait_s": executor.warm_up.waited_s if executor.warm_up else None,
+        "warm_up_wait_s": warm_up_wait_s,
         "first_completion_s": _since(started_s, first_completion_s),
     }
 
