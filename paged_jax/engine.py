@@ -10,8 +10,7 @@ Names follow vLLM's where the same thing exists there.
 import itertools
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from numbers import Integral
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -24,6 +23,7 @@ from paged_jax.engine_core import EngineCore, Iteration, IterationStats
 from paged_jax.executor.buckets import prefill_buckets
 from paged_jax.executor.jax_executor import JaxExecutor
 from paged_jax.executor.sampling_rows import check_end_tokens
+from paged_jax.limits import Limits, integer
 from paged_jax.loading import IncrementalDetokenizer, LoadedModel, load_config, load_model
 from paged_jax.loading.arrays import weight_dtype
 from paged_jax.memory.block_manager import BlockManager
@@ -37,12 +37,6 @@ from paged_jax.scheduling.scheduler import Scheduler
 from paged_jax.tracking import RequestRecord, SequenceRecord
 from paged_jax.warm_up import WarmUp
 from pallas_kernels.paged_attention import resolve
-
-# (device is a CPU) -> defaults; a laptop's compute saturates early.
-_DEFAULTS = {
-    True: {"dtype": "float32", "max_num_seqs": 32, "max_num_batched_tokens": 256},
-    False: {"dtype": "bfloat16", "max_num_seqs": 256, "max_num_batched_tokens": 4096},
-}
 
 
 class Engine:
@@ -84,49 +78,45 @@ class Engine:
         warm_up: bool = True,
         on_iteration: Callable[[IterationStats], None] | None = None,
     ):
-        defaults: Mapping[str, Any] = _DEFAULTS[jax.default_backend() == "cpu"]
-        self.dtype: str = defaults["dtype"] if dtype == "auto" else dtype
+        limits = Limits.of(
+            jax.default_backend(),
+            {
+                "dtype": dtype,
+                "block_size": block_size,
+                "num_blocks": num_blocks,
+                "max_num_seqs": max_num_seqs,
+                "max_num_batched_tokens": max_num_batched_tokens,
+                "max_model_len": max_model_len,
+                "max_prefill_seqs": max_prefill_seqs,
+            },
+        )
+        self.dtype, self.block_size = limits.dtype, limits.block_size
+        self.max_num_seqs = limits.max_num_seqs
+        self.max_num_batched_tokens = limits.max_num_batched_tokens
         self.attention = resolve(attention)
-        self.max_num_seqs = _integer(
-            "max_num_seqs", defaults["max_num_seqs"] if max_num_seqs is None else max_num_seqs
-        )
-        self.max_num_batched_tokens = _integer(
-            "max_num_batched_tokens",
-            max(defaults["max_num_batched_tokens"], self.max_num_seqs)
-            if max_num_batched_tokens is None
-            else max_num_batched_tokens,
-        )
-        self.block_size = _integer("block_size", block_size)
-        if num_blocks is not None:
-            num_blocks = _integer("num_blocks", num_blocks)
-        if max_model_len is not None:
-            max_model_len = _integer("max_model_len", max_model_len)
-        max_prefill_seqs = _integer("max_prefill_seqs", max_prefill_seqs)
-        self._seeds = np.random.default_rng(_integer("seed", seed, low=0))
+        self._seeds = np.random.default_rng(integer("seed", seed, low=0))
         weight_type = weight_dtype(self.dtype)
         use_persistent_cache()
 
         self.config = model.config if isinstance(model, LoadedModel) else load_config(model)
         limit = self.config.max_position_embeddings
-        self.max_model_len = limit if max_model_len is None else max_model_len
+        self.max_model_len = limits.max_model_len or limit
         if not 1 < self.max_model_len <= limit:
             raise ValueError(
                 f"max_model_len must be between 2 and {limit}, for which {self.config.name} was "
                 f"made; got {self.max_model_len}"
             )
-        if num_blocks is None:
-            num_blocks = default_num_blocks(
-                self.config,
-                block_size=self.block_size,
-                dtype=self.dtype,
-                max_num_seqs=self.max_num_seqs,
-                max_model_len=self.max_model_len,
-            )
-        self.num_blocks = num_blocks
-        memory = BlockManager(num_blocks + 1, self.block_size)
+        self.num_blocks = limits.num_blocks or default_num_blocks(
+            self.config,
+            block_size=self.block_size,
+            dtype=self.dtype,
+            max_num_seqs=self.max_num_seqs,
+            max_model_len=self.max_model_len,
+        )
+        memory = BlockManager(self.num_blocks + 1, self.block_size)
         cache = kv_cache.create(
             num_layers=self.config.num_layers,
-            num_blocks=num_blocks + 1,
+            num_blocks=self.num_blocks + 1,
             num_kv_heads=self.config.num_kv_heads,
             block_size=self.block_size,
             head_dim=self.config.head_dim,
@@ -138,7 +128,7 @@ class Engine:
             max_num_seqs=self.max_num_seqs,
             max_num_batched_tokens=self.max_num_batched_tokens,
             max_model_len=self.max_model_len,
-            max_prefill_seqs=max_prefill_seqs,
+            max_prefill_seqs=limits.max_prefill_seqs,
             eos_token_ids=self.config.eos_token_ids,
             watermark=watermark,
             prefill_sizes=buckets,
@@ -150,7 +140,7 @@ class Engine:
             attention=self.attention,
             max_num_seqs=self.max_num_seqs,
             prefill_buckets=buckets,
-            max_prefill_seqs=max_prefill_seqs,
+            max_prefill_seqs=limits.max_prefill_seqs,
             max_model_len=self.max_model_len,
         )
         if warm_up:
@@ -400,9 +390,3 @@ class Engine:
             for request_id in ids:
                 del self._mailboxes[request_id]
         return [done[request_id] for request_id in ids]
-
-
-def _integer(name: str, value: Any, low: int = 1) -> int:
-    if isinstance(value, bool) or not isinstance(value, Integral) or value < low:
-        raise ValueError(f"{name} must be an integer of at least {low}, got {value!r}")
-    return int(value)

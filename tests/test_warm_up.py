@@ -1,6 +1,8 @@
 """Compiling ahead in the background: nothing twice, what is needed first."""
 
+import os
 import threading
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -25,14 +27,15 @@ def test_what_is_compiled_ahead_compiles_no_more():
 def test_what_is_required_does_not_wait_for_the_queue():
     release = threading.Event()
 
-    def blocked():
+    def blocked(i):
         assert release.wait(timeout=60)
-        return jax.jit(lambda x: x - 1).lower(x)
+        return jax.jit(lambda x: x - i).lower(x)
 
     x = jnp.arange(3)
     f = jax.jit(lambda x: x + 43)
-    # Far more blocked ones than threads.
-    warm_up = WarmUp({f"blocked {i}": blocked for i in range(200)} | {"f": lambda: f.lower(x)})
+    # More blocked ones than threads.
+    queue = {f"blocked {i}": partial(blocked, i) for i in range(os.cpu_count() or 1)}
+    warm_up = WarmUp(queue | {"f": lambda: f.lower(x)})
     warm_up.require("f")
     with count_compilations() as count:
         assert f(x).tolist() == [43, 44, 45]

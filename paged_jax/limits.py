@@ -1,0 +1,58 @@
+"""An engine's limits: what the caller gave, or the device's default, checked."""
+
+from dataclasses import dataclass
+from numbers import Integral
+from typing import Any
+
+from paged_jax.loading.arrays import weight_dtype
+
+# A laptop's compute saturates early.
+_CPU = {"dtype": "float32", "max_num_seqs": 32, "max_num_batched_tokens": 256}
+_GPU = {"dtype": "bfloat16", "max_num_seqs": 256, "max_num_batched_tokens": 4096}
+
+
+@dataclass(frozen=True)
+class Limits:
+    """See `paged_jax.engine.Engine`; None stands for what depends on the model."""
+
+    dtype: str
+    block_size: int
+    num_blocks: int | None
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    max_model_len: int | None
+    max_prefill_seqs: int
+
+    @classmethod
+    def of(cls, platform: str, given: dict[str, Any]) -> "Limits":
+        """Fill in the defaults of JAX's ``platform``; ValueError names the value that is wrong."""
+        defaults: dict[str, Any] = _CPU if platform == "cpu" else _GPU
+        max_num_seqs = integer("max_num_seqs", _or(given["max_num_seqs"], defaults["max_num_seqs"]))
+        budget = max(defaults["max_num_batched_tokens"], max_num_seqs)
+        dtype = defaults["dtype"] if given["dtype"] == "auto" else given["dtype"]
+        weight_dtype(dtype)  # refuses what is no dtype of weights
+        optional = {
+            name: None if given[name] is None else integer(name, given[name])
+            for name in ("num_blocks", "max_model_len")
+        }
+        return cls(
+            dtype=dtype,
+            block_size=integer("block_size", given["block_size"]),
+            max_num_seqs=max_num_seqs,
+            max_num_batched_tokens=integer(
+                "max_num_batched_tokens", _or(given["max_num_batched_tokens"], budget)
+            ),
+            max_prefill_seqs=integer("max_prefill_seqs", given["max_prefill_seqs"]),
+            **optional,
+        )
+
+
+def _or(value: Any, default: Any) -> Any:
+    return default if value is None else value
+
+
+def integer(name: str, value: Any, low: int = 1) -> int:
+    """The value as an int; ValueError if it is none or below ``low``."""
+    if isinstance(value, bool) or not isinstance(value, Integral) or value < low:
+        raise ValueError(f"{name} must be an integer of at least {low}, got {value!r}")
+    return int(value)
