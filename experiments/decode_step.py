@@ -49,7 +49,7 @@ _TABLE_TOKENS = flags.DEFINE_list(
     "table_tokens", ["0"], "Widths of the block table, in tokens; 0: as wide as the context."
 )
 _ROUNDS = flags.DEFINE_integer("rounds", 10, "Timed steps of each kind and case.", lower_bound=1)
-_SEED = flags.DEFINE_integer("seed", 0, "Of tokens and of the order of the blocks.")
+_SEED = flags.DEFINE_integer("seed", 0, "Of tokens and of the order of the blocks.", lower_bound=0)
 _OUT_DIR = flags.DEFINE_string("out_dir", "out/decode_step", "Where the results go.")
 
 
@@ -97,9 +97,9 @@ def contiguous_attention(
 def contiguous_step(
     params: Params,
     cache: PagedKVCache,
-    tokens: Array,
-    positions: Array,
-    context_lens: Array,
+    tokens: Array,  # i32[B]
+    positions: Array,  # i32[B]
+    context_lens: Array,  # i32[B]
     sampling: SamplingBatch,
     *,
     config: ModelConfig,
@@ -216,8 +216,14 @@ def main() -> None:
     contexts = reporting.integers(_CONTEXT, 1)
     block_sizes = reporting.integers(_BLOCK_SIZE, 1)
     widths = reporting.integers(_TABLE_TOKENS, 0)
+    resolve(_ATTENTION.value)
     out_dir = reporting.make_out_dir(_OUT_DIR.value)
     model = load_model(_MODEL.value, _DTYPE.value)
+    if model.config.sliding_window is not None:
+        raise ValueError(
+            f"{model.config.name} has a sliding window, which the contiguous step leaves out; "
+            "choose a model without"
+        )
     params = nest({name: jax.device_put(x) for name, x in model.weights.items()})
 
     grid = [

@@ -34,7 +34,7 @@ _BLOCK_SIZE = flags.DEFINE_list("block_size", ["16"], "Block sizes, in tokens.")
 _PROMPT_TOKENS = flags.DEFINE_integer("prompt_tokens", 512, "Mean prompt length.", lower_bound=2)
 _OUTPUT_TOKENS = flags.DEFINE_integer("output_tokens", 256, "Mean output length.", lower_bound=2)
 _ITERATIONS = flags.DEFINE_integer("iterations", 1000, "Iterations timed.", lower_bound=1)
-_SEED = flags.DEFINE_integer("seed", 0, "Of the lengths.")
+_SEED = flags.DEFINE_integer("seed", 0, "Of the lengths.", lower_bound=0)
 _OUT_DIR = flags.DEFINE_string("out_dir", "out/host_overhead", "Where the results go.")
 
 MAX_PREFILL_SEQS = 16
@@ -127,6 +127,11 @@ def run_case(num_seqs: int, block_size: int) -> Case:
         if not iteration.batch.prefills and not iteration.finished:
             decode_s.append(elapsed)
             arrays_s.append(executor.arrays_s[-1])
+    if not decode_s:
+        raise ValueError(
+            f"none of {len(all_s)} iterations with {num_seqs} sequences only decoded; raise "
+            "--iterations or --output_tokens"
+        )
     return Case(
         num_seqs,
         block_size,

@@ -128,7 +128,7 @@ _MAX_NUM_SEQS = flags.DEFINE_integer(
     "max_num_seqs", None, "Sequences that run at a time; default: 32 on a CPU, 256 on a GPU."
 )
 _MAX_NUM_BATCHED_TOKENS = flags.DEFINE_integer(
-    "max_num_batched_tokens", None, "Tokens of an iteration; default: 512 on a CPU, 4096 on a GPU."
+    "max_num_batched_tokens", None, "Tokens of an iteration; default: 256 on a CPU, 4096 on a GPU."
 )
 _MAX_MODEL_LEN = flags.DEFINE_integer(
     "max_model_len", None, "Longest prompt and output together; default: the model's own limit."
@@ -179,15 +179,14 @@ def main() -> None:
     try:
         requests, notes = workload(engine, lengths)
         require_fitting(engine, requests)
-    except ValueError:
-        engine.close()  # or the steps would be compiled before the error is shown
-        raise
-    for note in notes:
-        print(note)
-    if _WARM_UP.value == "before":
-        engine.warm_up()
-    run = serve(engine, requests, params)
-    engine.warm_up()  # what is still to come, so that the next start finds it on disk
+        for note in notes:
+            print(note)
+        if _WARM_UP.value == "before":
+            engine.warm_up()
+        run = serve(engine, requests, params)
+        engine.warm_up()  # what is still to come, so that the next start finds it on disk
+    finally:
+        engine.close()  # or an error would wait for steps that nobody needs
 
     environment = reporting.environment()
     figures = run_figures(run, engine, _STARTED_S)

@@ -17,7 +17,7 @@ import jax
 import numpy as np
 from tqdm import tqdm
 
-from paged_jax import kv_cache
+from paged_jax import kv_cache, pool_size
 from paged_jax.compilation import use_persistent_cache
 from paged_jax.engine_core import EngineCore, Iteration, IterationStats
 from paged_jax.executor.buckets import prefill_buckets
@@ -29,7 +29,6 @@ from paged_jax.loading.arrays import weight_dtype
 from paged_jax.memory.block_manager import BlockManager
 from paged_jax.models.split import nest
 from paged_jax.outputs import RequestOutput
-from paged_jax.pool_size import default_num_blocks
 from paged_jax.prompts import Prompt, encode, is_chat, is_single_prompt
 from paged_jax.scheduling.request import Request
 from paged_jax.scheduling.sampling_params import SamplingParams
@@ -51,6 +50,7 @@ class Engine:
         are prefilled in chunks.
     max_model_len: longest sequence, prompt and output; None: what the model was made for.
     max_prefill_seqs: prompts prefilled in one step.
+    watermark: fraction of the blocks that admission leaves free for running sequences to grow.
     dtype: of weights and cache; "auto": float32 on a CPU, bfloat16 on a GPU.
     attention: an implementation by name, or "auto" (`pallas_kernels.paged_attention`).
     seed: of requests that bring none.
@@ -95,6 +95,7 @@ class Engine:
         self.max_num_batched_tokens = limits.max_num_batched_tokens
         self.attention = resolve(attention)
         self._seeds = np.random.default_rng(integer("seed", seed, low=0))
+        self._next_seed = int(self._seeds.integers(2**32))
         weight_type = weight_dtype(self.dtype)
         use_persistent_cache()
 
@@ -106,8 +107,9 @@ class Engine:
                 f"max_model_len must be between 2 and {limit}, for which {self.config.name} was "
                 f"made; got {self.max_model_len}"
             )
-        self.num_blocks = limits.num_blocks or default_num_blocks(
+        self.num_blocks = pool_size.num_blocks(
             self.config,
+            limits.num_blocks,
             block_size=self.block_size,
             dtype=self.dtype,
             max_num_seqs=self.max_num_seqs,
@@ -147,16 +149,16 @@ class Engine:
             self.executor.warm_up = WarmUp(self.executor.lowerings())
         try:
             loaded = model if isinstance(model, LoadedModel) else load_model(model, self.dtype)
+            self.executor.params = nest(
+                {
+                    name: jax.device_put(x.astype(weight_type, copy=False))
+                    for name, x in loaded.weights.items()
+                }
+            )
         except BaseException:
             self.close()
             raise
         self.tokenizer = loaded.tokenizer
-        self.executor.params = nest(
-            {
-                name: jax.device_put(x.astype(weight_type, copy=False))
-                for name, x in loaded.weights.items()
-            }
-        )
         self.core = EngineCore(scheduler, self.executor, on_iteration=on_iteration)
         self._records: dict[str, RequestRecord] = {}
         self._sequence_records: dict[int, SequenceRecord] = {}
@@ -270,13 +272,16 @@ class Engine:
                 f"stop token {outside[0]} is outside the vocabulary of {self.config.vocab_size}"
             )
         if params.min_tokens:
-            check_end_tokens(len({*params.stop_token_ids, *self.config.eos_token_ids}))
+            eos = () if params.ignore_eos else self.config.eos_token_ids
+            check_end_tokens(len({*params.stop_token_ids, *eos}))
+        if request_id is not None and not isinstance(request_id, str):
+            raise ValueError(f"request_id must be a string, got {request_id!r}")
         request = Request(
             self._new_id() if request_id is None else request_id,
             token_ids,
             params,
             self.core.clock() if arrival_time is None else arrival_time,
-            params.seed if params.seed is not None else int(self._seeds.integers(2**32)),
+            self._next_seed if params.seed is None else params.seed,
         )
         decodes_early = stream or params.stop_strings
         sequences = [
@@ -289,6 +294,8 @@ class Engine:
             for seq in request.sequences
         ]
         self.core.scheduler.add(request)
+        if params.seed is None:  # one that was refused would have shifted all later ones
+            self._next_seed = int(self._seeds.integers(2**32))
         self._sequence_records |= {record.seq.seq_id: record for record in sequences}
         self._records[request.request_id] = RequestRecord(request, text, stream, sequences)
         return request.request_id

@@ -18,7 +18,7 @@ class IterationStats:
     index: int
     start_s: float
     wall_s: float  # from schedule to the last output handed over
-    device_s: float  # of which the device was busy
+    device_s: float  # of which from the first dispatch until the tokens were back
     num_decodes: int
     num_prefill_tokens: int
     num_prefill_seqs: int
@@ -91,7 +91,7 @@ class EngineCore:
                 num_prefill_seqs=len(batch.prefills),
                 num_sampled=len(iteration.sampled),
                 num_preempted=len(batch.preempted),
-                num_finished=len(iteration.finished),
+                num_finished=sum(seq.is_finished for seq in iteration.sampled),
                 num_running=self.scheduler.num_running,
                 num_waiting=self.scheduler.num_waiting,
                 usage=iteration.usage,

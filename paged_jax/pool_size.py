@@ -1,5 +1,7 @@
 """How many blocks fit."""
 
+import os
+
 import jax
 import jax.numpy as jnp
 
@@ -11,13 +13,20 @@ GPU_MEMORY_SHARE = 0.9  # of what the device has, weights included
 HOST_POOL_BYTES = 1 << 30  # at most, where the cache lives in host memory
 
 
-def default_num_blocks(
-    config: ModelConfig, *, block_size: int, dtype: str, max_num_seqs: int, max_model_len: int
+def num_blocks(
+    config: ModelConfig,
+    wanted: int | None,
+    *,
+    block_size: int,
+    dtype: str,
+    max_num_seqs: int,
+    max_model_len: int,
 ) -> int:
-    """Blocks for ``max_num_seqs`` sequences of ``max_model_len`` tokens, or as many as fit.
+    """Blocks of the pool, the null block not counted.
 
-    On a GPU they fit in what `GPU_MEMORY_SHARE` of its memory leaves beside what is in use and the
-    weights, which are yet to come; on a CPU in `HOST_POOL_BYTES`. ValueError if not even one does.
+    ``wanted`` None: for ``max_num_seqs`` sequences of ``max_model_len`` tokens, or as many as fit
+    in `GPU_MEMORY_SHARE` of a GPU's memory beside the weights, or in `HOST_POOL_BYTES` on a CPU.
+    ValueError for more than the device's memory holds, and where not even one block fits.
     """
     per_block = bytes_per_block(
         num_layers=config.num_layers,
@@ -26,13 +35,24 @@ def default_num_blocks(
         head_dim=config.head_dim,
         dtype=dtype,
     )
-    room = HOST_POOL_BYTES
     device = jax.devices()[0]
-    if device.platform != "cpu":
+    weights = num_parameters(config) * jnp.dtype(dtype).itemsize  # yet to come
+    if device.platform == "cpu":
+        memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") - weights
+        room = min(HOST_POOL_BYTES, memory)
+    else:
         stats = device.memory_stats()
-        weights = num_parameters(config) * jnp.dtype(dtype).itemsize
+        memory = stats["bytes_limit"] - stats["bytes_in_use"] - weights
         room = int(stats["bytes_limit"] * GPU_MEMORY_SHARE) - stats["bytes_in_use"] - weights
-    fitting = room // per_block - 1  # the null block takes one
+    if wanted is not None:
+        if wanted + 1 > memory // per_block:  # the null block takes one
+            raise ValueError(
+                f"num_blocks {wanted}: {wanted + 1} blocks of {per_block} bytes do not fit in the "
+                f"{memory} bytes that the device has beside the weights; at most "
+                f"{max(memory // per_block - 1, 0)} do"
+            )
+        return wanted
+    fitting = room // per_block - 1
     if fitting < 1:
         raise ValueError(
             f"a block of {block_size} slots takes {per_block} bytes, {room} are left for the KV "

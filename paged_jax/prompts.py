@@ -41,7 +41,7 @@ def encode(
         if len(known) != 1 or len(prompt) != 1:
             raise ValueError(
                 "a prompt given as a dict has one key, 'prompt' or 'prompt_token_ids'; "
-                f"got {sorted(prompt)}"
+                f"got {sorted(map(str, prompt))}"
             )
         prompt = prompt[known.pop()]
     if isinstance(prompt, str):

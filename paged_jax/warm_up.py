@@ -4,7 +4,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from contextlib import contextmanager
 
 from jax.stages import Lowered
@@ -37,12 +37,11 @@ class WarmUp:
     def __init__(self, lowerings: Mapping[str, Callable[[], Lowered]]):
         self.waited_s = 0.0  # seconds that `require` has kept its callers waiting
         self._lowerings = lowerings
+        self._jobs: dict[str, Future[None]] = {name: Future() for name in lowerings}
+        queue = iter(list(self._jobs.items()))  # taking the next one is atomic
         # Half of the cores: the others load the model and serve.
-        pool = ThreadPoolExecutor(max(1, (os.cpu_count() or 1) // 2))
-        self._jobs: dict[str, Future[None]] = {
-            name: pool.submit(_compile, lower) for name, lower in lowerings.items()
-        }
-        pool.shutdown(wait=False)
+        for _ in range(max(1, (os.cpu_count() or 1) // 2)):
+            threading.Thread(target=_work, args=(queue, lowerings), name="warm-up").start()
 
     def require(self, name: str) -> None:
         """Return once this function is compiled; compiles it here if no thread has begun."""
@@ -58,16 +57,31 @@ class WarmUp:
             self._complete(name)
 
     def _complete(self, name: str) -> None:
-        if self._jobs[name].cancel():
+        job = self._jobs.pop(name)
+        if job.cancel():
             _compile(self._lowerings[name])
         else:
-            self._jobs[name].result()
-        del self._jobs[name]
+            job.result()
 
     def cancel(self) -> None:
         """Give up what has not begun."""
         for job in self._jobs.values():
             job.cancel()
+
+
+def _work(
+    queue: Iterator[tuple[str, Future[None]]], lowerings: Mapping[str, Callable[[], Lowered]]
+) -> None:
+    for name, job in queue:
+        if not threading.main_thread().is_alive():
+            return  # the interpreter is on its way out and waits for this thread
+        if job.set_running_or_notify_cancel():
+            try:
+                _compile(lowerings[name])
+            except BaseException as error:
+                job.set_exception(error)
+            else:
+                job.set_result(None)
 
 
 def _compile(lower: Callable[[], Lowered]) -> None:

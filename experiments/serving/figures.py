@@ -26,7 +26,7 @@ def run_figures(run: ServedRun, engine: Engine, started_s: float) -> dict[str, A
     device_s = sum(step.device_s for step in run.steps)
     executor = engine.executor
     warm_up_wait_s = executor.warm_up.waited_s if executor.warm_up else 0.0
-    host_s = run.step_s - device_s - warm_up_wait_s
+    step_s = run.step_s - warm_up_wait_s
     first_completion_s = min(
         (times[-1] for output in outputs for times in output.metrics.token_times_s), default=None
     )
@@ -39,11 +39,11 @@ def run_figures(run: ServedRun, engine: Engine, started_s: float) -> dict[str, A
         "output_tokens_per_s": output_tokens / run.wall_s,
         "wall_s": run.wall_s,
         "idle_s": run.idle_s,
-        "step_s": run.step_s,
+        "step_s": step_s,
         "device_s": device_s,
-        "host_fraction": _ratio(host_s, run.step_s),
-        "host_s_per_iteration": _ratio(host_s, len(run.steps)),
-        "wall_over_device": _ratio(run.wall_s - run.idle_s, device_s),
+        "host_fraction": _ratio(step_s - device_s, step_s),
+        "host_s_per_iteration": _ratio(step_s - device_s, len(run.steps)),
+        "wall_over_device": _ratio(run.wall_s - run.idle_s - warm_up_wait_s, device_s),
         **latencies(outputs),
         "iterations": len(run.steps),
         **mean_batch_sizes(run.steps),

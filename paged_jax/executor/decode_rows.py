@@ -41,8 +41,8 @@ class DecodeRows:
         )
         self._sampling: SamplingBatch | None = None
         self._histories: list[int] = []  # rows whose history is kept
-        self._history = np.zeros((max_num_seqs, max_model_len), np.int32)
-        self._no_history: dict[int, jax.Array] = {}  # zeros on the device, by bucket
+        self._history = np.zeros((max_num_seqs, max_model_len), np.int32)  # i32[B, max_model_len]
+        self._no_history: dict[int, jax.Array] = {}
 
     def update(
         self, seqs: list[Sequence]
@@ -78,6 +78,13 @@ class DecodeRows:
         if self._seqs:
             self._move_rows([])
 
+    def no_history(self, num_rows: int) -> jax.Array:
+        """``i32[num_rows, max_model_len]`` zeros on the device, for rows that need no history."""
+        if num_rows not in self._no_history:
+            shape = (num_rows, self._history.shape[1])
+            self._no_history[num_rows] = jax.device_put(np.zeros(shape, np.int32))
+        return self._no_history[num_rows]
+
     def _grow_table(self, row: int) -> None:
         blocks = self._memory.block_table(self._seqs[row].seq_id)
         mirrored = self._num_blocks[row]
@@ -105,9 +112,7 @@ class DecodeRows:
         self._histories = np.flatnonzero(self._params["adjusts"]).tolist()
         for row in self._histories:
             self._history[row, : seqs[row].num_tokens] = seqs[row].token_ids
-        if bucket not in self._no_history:
-            self._no_history[bucket] = jax.device_put(np.zeros_like(self._history[:bucket]))
         # On the device until rows change.
         self._sampling = jax.device_put(
-            sampling_batch(self._params[:bucket], self._no_history[bucket])
+            sampling_batch(self._params[:bucket], self.no_history(bucket))
         )

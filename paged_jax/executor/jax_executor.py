@@ -22,7 +22,7 @@ from paged_jax.memory.interface import MemoryManager
 from paged_jax.models.config import ModelConfig
 from paged_jax.models.shapes import expected_shapes
 from paged_jax.models.split import Params, nest
-from paged_jax.sampling import Sampled, SamplingBatch
+from paged_jax.sampling import ArrayLike, Sampled, SamplingBatch
 from paged_jax.scheduling.batch import PrefillChunk, ScheduledBatch
 from paged_jax.scheduling.request import Sequence
 from paged_jax.warm_up import WarmUp
@@ -67,7 +67,9 @@ class JaxExecutor:
         self.num_prefill_tokens = 0  # prefill tokens computed, padding included
 
     def execute(self, batch: ScheduledBatch) -> StepResult:
-        """Dispatch the decode step and the prefill step, then wait for both."""
+        """Prepare all arrays, dispatch the steps, then wait for their tokens."""
+        completing = [i for i, chunk in enumerate(batch.prefills) if chunk.completes]
+        first_seqs = [batch.prefills[i].seq for i in completing]
         if batch.decodes:
             rows = self._rows.update(batch.decodes)
             self._require("decode", len(rows[0]))
@@ -76,6 +78,10 @@ class JaxExecutor:
         if batch.prefills:
             layout = self._prefill_layout(batch.prefills)
             self._require("prefill", len(layout.tokens))
+        if completing:
+            head_rows = self._head_arrays(completing, first_seqs)
+            self._require("head", len(head_rows[0]))
+
         start = time.perf_counter()
         steps: list[tuple[list[Sequence], Sampled]] = []
         if batch.decodes:
@@ -83,10 +89,10 @@ class JaxExecutor:
             steps.append((batch.decodes, sampled))
         if batch.prefills:
             self.cache, hidden = prefill_step(self.params, self.cache, *layout, **self._static)
-            completing = [i for i, chunk in enumerate(batch.prefills) if chunk.completes]
             if completing:
-                seqs = [batch.prefills[i].seq for i in completing]
-                steps.append((seqs, self._head(hidden, completing, seqs)))
+                config = self._static["config"]
+                sampled = head_step(self.params, hidden, *head_rows, config=config)
+                steps.append((first_seqs, sampled))
             else:
                 hidden.block_until_ready()
         tokens: list[int] = []
@@ -116,22 +122,19 @@ class JaxExecutor:
             max_blocks=self._rows.block_tables.shape[1],
         )
 
-    def _head(self, hidden: jax.Array, rows: list[int], seqs: list[Sequence]) -> Sampled:
+    def _head_arrays(
+        self, rows: list[int], seqs: list[Sequence]
+    ) -> tuple[np.ndarray, np.ndarray, SamplingBatch]:
+        """(rows, positions, sampling) of the prompts that complete."""
         bucket = bucket_of(self._head_buckets, len(rows))
-        history = np.zeros((bucket, self._max_model_len), np.int32)
-        for row, seq in enumerate(seqs):
-            if needs_history(seq):
+        history: ArrayLike = self._rows.no_history(bucket)
+        if any(map(needs_history, seqs)):
+            history = np.zeros((bucket, self._max_model_len), np.int32)
+            for row, seq in enumerate(seqs):
                 history[row, : seq.num_tokens] = seq.token_ids
         positions = padded([seq.num_tokens - 1 for seq in seqs], bucket)
-        self._require("head", bucket)
-        return head_step(
-            self.params,
-            hidden,
-            padded(rows, bucket),
-            positions,
-            sampling_batch(sampling_rows(seqs, bucket), history),
-            config=self._static["config"],
-        )
+        sampling = sampling_batch(sampling_rows(seqs, bucket), history)
+        return padded(rows, bucket), positions, sampling
 
     def lowerings(self) -> dict[str, Callable[[], Lowered]]:
         """Every step that can occur, by name, as a function that traces it for compilation.
