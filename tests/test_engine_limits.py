@@ -2,7 +2,6 @@
 
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -41,8 +40,8 @@ def test_iterations_count_what_a_stop_string_ends(tiny_model):
     assert sum(step.num_finished for step in stats) == 1
 
 
-def test_a_script_that_ends_does_not_wait_for_the_warm_up(tmp_path):
-    """Hundreds of slow steps are queued; the interpreter takes a moment to end, not minutes."""
+def test_a_script_that_ends_does_not_wait_for_the_warm_up():
+    """Minutes of slow steps are queued; the interpreter takes a moment to end."""
     script = """
 import time
 from paged_jax.warm_up import WarmUp
@@ -51,7 +50,5 @@ def slow():
     raise RuntimeError
 WarmUp({str(i): slow for i in range(400)})
 """
-    start = time.monotonic()
     root = Path(__file__).parent.parent
     subprocess.run([sys.executable, "-c", script], check=True, cwd=root, timeout=60)
-    assert time.monotonic() - start < 60
