@@ -21,8 +21,6 @@ from jax import Array
 # Keys and values of one layer, each [num_blocks, num_kv_heads, block_size, head_dim].
 LayerCache = tuple[Array, Array]
 
-NULL_BLOCK = 0
-
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
