@@ -235,20 +235,13 @@ def main() -> None:
             bar.set_postfix_str(f"batch {batch}, context {context}, block {block_size}")
             cases.append(run_case(model.config, params, batch, context, block_size, table))
 
-    names = Case._fields
-    reporting.print_table(f"Decode step of {model.config.name}", names, [list(c) for c in cases])
-    rows = [case._asdict() for case in cases]
-    reporting.write_json(
+    reporting.report_cases(
+        f"Decode step of {model.config.name}",
+        [case._asdict() for case in cases],
         out_dir,
-        "results.json",
-        {
-            "flags": reporting.flag_values(_MODEL),
-            "environment": reporting.environment(),
-            "attention": resolve(_ATTENTION.value),
-            "cases": rows,
-        },
+        _MODEL,
+        attention=resolve(_ATTENTION.value),
     )
-    reporting.write_csv(out_dir, "results.csv", rows)
     plot(cases, str(out_dir / "ratio.png"))
     print(f"results in {out_dir}")
 

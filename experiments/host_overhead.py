@@ -163,18 +163,8 @@ def main() -> None:
     block_sizes = reporting.integers(_BLOCK_SIZE, 1)
     out_dir = reporting.make_out_dir(_OUT_DIR.value)
     cases = [run_case(n, size) for size in block_sizes for n in num_seqs]
-    reporting.print_table("Host time per iteration", Case._fields, [list(c) for c in cases])
     rows = [case._asdict() for case in cases]
-    reporting.write_json(
-        out_dir,
-        "results.json",
-        {
-            "flags": reporting.flag_values(_NUM_SEQS),
-            "environment": reporting.environment(),
-            "cases": rows,
-        },
-    )
-    reporting.write_csv(out_dir, "results.csv", rows)
+    reporting.report_cases("Host time per iteration", rows, out_dir, _NUM_SEQS)
     plot(cases, str(out_dir / "host_overhead.png"))
     print(f"results in {out_dir}")
 

@@ -195,6 +195,23 @@ def print_table(title: str, columns: Sequence[str], rows: Iterable[Sequence[obje
     console.print(table)
 
 
+def report_cases(
+    title: str,
+    cases: Sequence[Mapping[str, object]],
+    out_dir: str | Path,
+    flag: flags.FlagHolder[Any],
+    **facts: object,
+) -> None:
+    """Print cases, which all have the keys of the first, and write results.json and results.csv.
+
+    results.json also gets the flags of the module that defines `flag`, the environment and `facts`.
+    """
+    print_table(title, list(cases[0]), [list(case.values()) for case in cases])
+    results = {"flags": flag_values(flag), "environment": environment(), **facts, "cases": cases}
+    write_json(out_dir, "results.json", results)
+    write_csv(out_dir, "results.csv", cases)
+
+
 def markdown_table(columns: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
     """The same table as Markdown, which ends in a line end."""
     rows = list(rows)

@@ -7,7 +7,7 @@ dataclass, so it can be a static argument of jitted functions.
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-import jax.numpy as jnp
+import jax
 from jax import Array
 
 from paged_jax.kv_cache import LayerCache, write_layer
@@ -87,10 +87,4 @@ class PagedAttention:
 
 def causal_attention(state: None, scale: float, q: Array, k: Array, v: Array) -> tuple[Array, None]:
     """Dense causal attention within each sequence, for training: all ``[B, T, heads, D]``."""
-    B, T, Hq, D = q.shape
-    grouped = q.reshape(B, T, k.shape[2], -1, D)
-    scores = scale * jnp.einsum("bthgd,bshd->bhgts", grouped, k)
-    scores = jnp.where(jnp.tril(jnp.ones((T, T), bool)), scores, -jnp.inf)
-    weights = jnp.exp(scores - scores.max(axis=-1, keepdims=True))
-    weights /= weights.sum(axis=-1, keepdims=True)
-    return jnp.einsum("bhgts,bshd->bthgd", weights, v).reshape(q.shape), state
+    return jax.nn.dot_product_attention(q, k, v, scale=scale, is_causal=True), state

@@ -38,8 +38,8 @@ def bucket_of(buckets: Sequence[int], size: int) -> int:
     return buckets[bisect_left(buckets, size)]
 
 
-def padded(values: Sequence[int] | np.ndarray, size: int, fill: int = 0) -> np.ndarray:
-    """``i32[size]``: the values, then ``fill``."""
-    out = np.full(size, fill, np.int32)
+def padded(values: Sequence[int], size: int) -> np.ndarray:
+    """``i32[size]``: the values, then zeros."""
+    out = np.zeros(size, np.int32)
     out[: len(values)] = values
     return out
