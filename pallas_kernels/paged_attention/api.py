@@ -1,35 +1,80 @@
 """The public entry: choose an implementation by name and call it.
 
-To add a kernel, write a file with an ``attend`` of `spec`'s contract and name it in
-`IMPLEMENTATIONS`; tests, checks and benchmarks then run on it by that name.
+To add a kernel, write a file with an ``attend`` of `reference`'s signature and name it in
+`IMPLEMENTATIONS`; tests, checks and benchmarks then run on it by that name. Two more functions of
+the file are optional: ``refusal(call)`` says why it cannot do a `Call`, and
+``cache_head_size(head_size)`` how wide the cache must be for a model's head size.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
+from typing import NamedTuple
 
+import jax.numpy as jnp
 from jax import Array
 
-from pallas_kernels.paged_attention import reference, xla
-from pallas_kernels.paged_attention.spec import AttentionOptions, AttentionResult, check_call
+from pallas_kernels import targets
+from pallas_kernels.paged_attention.spec import AttentionOptions, AttentionResult, Call, check_call
+from pallas_kernels.registry import Registry, Unsupported
 
 Attend = Callable[..., AttentionResult]
 
-IMPLEMENTATIONS: dict[str, Attend] = {
-    "reference": reference.attend,
-    "xla": xla.attend,
-}
+IMPLEMENTATIONS = Registry(
+    "attention",
+    {
+        "reference": "pallas_kernels.paged_attention.reference",
+        "xla": "pallas_kernels.paged_attention.xla",
+    },
+)
+
+# What "auto" tries, in order; "xla" refuses nothing.
+AUTO_DECODE = ("xla",)
+AUTO_PREFILL = ("xla",)
 
 
-def resolve(impl: str) -> str:
-    """The implementation that ``impl`` stands for; "auto" is "xla" on every device.
+class Choice(NamedTuple):
+    """What "auto" stands for in a call."""
 
-    ValueError for an unknown name.
+    impl: str
+    refusals: dict[str, str]  # of those it tried before: name -> why not
+
+    def __str__(self) -> str:
+        reasons = "".join(f"; {name}: {reason}" for name, reason in self.refusals.items())
+        return f"{self.impl}{reasons}"
+
+
+def refusal(impl: str, call: Call) -> str | None:
+    """Why the implementation cannot do the call; None if it can. ValueError: unknown name."""
+    refuse = getattr(IMPLEMENTATIONS.module(impl), "refusal", None)
+    return None if refuse is None else refuse(call)
+
+
+def choose(call: Call) -> Choice:
+    """What ``impl="auto"`` picks for a call, and why nothing before it."""
+    refusals: dict[str, str] = {}
+    for name in AUTO_DECODE if call.num_queries == 1 else AUTO_PREFILL:
+        reason = refusal(name, call)
+        if reason is None:
+            return Choice(name, refusals)
+        refusals[name] = reason
+    raise Unsupported(f"no implementation of attention takes {call}: {refusals}")
+
+
+def resolve(impl: str, call: Call) -> str:
+    """The implementation that does the call: ``impl``, or what "auto" picks.
+
+    ValueError for an unknown name, `Unsupported` for one that refuses.
     """
-    name = "xla" if impl == "auto" else impl
-    if name not in IMPLEMENTATIONS:
-        raise ValueError(
-            f"unknown attention {impl!r}; choose one of auto, {', '.join(IMPLEMENTATIONS)}"
-        )
-    return name
+    if impl == "auto":
+        return choose(call).impl
+    if reason := refusal(impl, call):
+        raise Unsupported(f"attention {impl!r} cannot do this: {reason}")
+    return impl
+
+
+def cache_head_size(impl: str, head_size: int) -> int:
+    """How wide the cache must be for ``impl`` (not "auto"); lanes past the head size are zero."""
+    widen = getattr(IMPLEMENTATIONS.module(impl), "cache_head_size", None)
+    return head_size if widen is None else widen(head_size)
 
 
 def paged_prefill_attention(
@@ -44,6 +89,9 @@ def paged_prefill_attention(
     soft_cap: float | None = None,
     sliding_window: int | None = None,
     impl: str = "auto",
+    interpret: bool = False,
+    detect_races: bool = False,
+    tuning: Hashable | None = None,
 ) -> AttentionResult:
     """Causal attention of rows of T queries to what their block tables hold.
 
@@ -51,15 +99,22 @@ def paged_prefill_attention(
     been written; block_tables ``i32[B, M]``; context_lens ``i32[B]``, the row's tokens in the
     cache, its own queries included; query_starts ``i32[B]``, the position of its first query.
     Query t of row b sees positions up to ``query_starts[b] + t``, and below ``context_lens[b]``.
+    The caches may be wider than q (`cache_head_size`): zero in the lanes beyond its head size.
 
     Table entries beyond the context may hold anything and are never followed; unused slots may
-    hold NaN. Softmax statistics are float32. ValueError for shapes that do not fit.
+    hold NaN. Softmax statistics are float32. `AttentionOptions` has the options. ValueError for
+    shapes that do not fit, `Unsupported` for what ``impl`` refuses.
     """
     check_call(q, k_cache, v_cache, block_tables, context_lens, query_starts)
-    options = AttentionOptions(scale, soft_cap, sliding_window)
-    return IMPLEMENTATIONS[resolve(impl)](
-        q, k_cache, v_cache, block_tables, context_lens, query_starts, options=options
-    )
+    options = AttentionOptions(scale, soft_cap, sliding_window, interpret, detect_races, tuning)
+    B, T, Hq, D = q.shape
+    P, Hk, S, cache_D = k_cache.shape
+    M = block_tables.shape[1]
+    name = resolve(impl, Call(B, T, Hq, Hk, cache_D, S, P, M, q.dtype, options, targets.current()))
+    attend: Attend = IMPLEMENTATIONS.module(name).attend
+    q = jnp.pad(q, ((0, 0), (0, 0), (0, 0), (0, cache_D - D)))
+    result = attend(q, k_cache, v_cache, block_tables, context_lens, query_starts, options=options)
+    return result._replace(out=result.out[..., :D])
 
 
 def paged_attention(
@@ -73,6 +128,9 @@ def paged_attention(
     soft_cap: float | None = None,
     sliding_window: int | None = None,
     impl: str = "auto",
+    interpret: bool = False,
+    detect_races: bool = False,
+    tuning: Hashable | None = None,
     return_residuals: bool = False,
 ) -> Array | tuple[Array, Array, Array]:
     """PagedAttention for decoding (paper section 4.1, equation 4): one query per sequence.
@@ -96,6 +154,9 @@ def paged_attention(
         soft_cap=soft_cap,
         sliding_window=sliding_window,
         impl=impl,
+        interpret=interpret,
+        detect_races=detect_races,
+        tuning=tuning,
     )
     out, top, lse = (x[:, 0] for x in result)
     return (out, top, lse) if return_residuals else out

@@ -1,11 +1,14 @@
 """What every implementation computes: the checks of shapes and the options of a call."""
 
 import math
+from collections.abc import Hashable
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import jax.numpy as jnp
 from jax import Array
+
+from pallas_kernels.targets import Target
 
 
 @dataclass(frozen=True)
@@ -15,11 +18,17 @@ class AttentionOptions:
     scale: factor on the scores q.k, usually head_dim ** -0.5.
     soft_cap: scores become ``soft_cap * tanh(score / soft_cap)``; None: off.
     sliding_window: a token sees itself and the ``sliding_window - 1`` tokens before it; None: all.
+    interpret: run a Pallas kernel in Pallas' interpreter, which needs no GPU and is slow.
+    detect_races: the interpreter also looks for races; it raises or reports what it finds.
+    tuning: the implementation's own tuning parameters; None: its choice for the device and shape.
     """
 
     scale: float
     soft_cap: float | None = None
     sliding_window: int | None = None
+    interpret: bool = False
+    detect_races: bool = False
+    tuning: Hashable | None = None
 
     def __post_init__(self) -> None:
         if not math.isfinite(self.scale):
@@ -28,6 +37,26 @@ class AttentionOptions:
             raise ValueError(f"soft_cap must be None or positive, got {self.soft_cap}")
         if self.sliding_window is not None and self.sliding_window < 1:
             raise ValueError(f"sliding_window must be None or >= 1, got {self.sliding_window}")
+
+
+@dataclass(frozen=True)
+class Call:
+    """All that is known of a call when it is traced: what an implementation may refuse.
+
+    q ``[B, T, Hq, D]``, caches ``[P, Hk, S, D]``, block_tables ``[B, M]``.
+    """
+
+    batch: int  # B
+    num_queries: int  # T
+    num_heads: int  # Hq
+    num_kv_heads: int  # Hk
+    head_size: int  # D, of the cache
+    block_size: int  # S
+    num_blocks: int  # P
+    max_blocks: int  # M
+    dtype: jnp.dtype
+    options: AttentionOptions
+    target: Target | None  # the GPU it is traced for; None: no GPU
 
 
 class AttentionResult(NamedTuple):
@@ -51,8 +80,8 @@ def check_call(
 ) -> None:
     """Raise ValueError for shapes or dtypes that no implementation takes.
 
-    q ``[B, T, Hq, D]``, caches ``[P, Hk, S, D]``, block_tables ``i32[B, M]``, context_lens and
-    query_starts ``i32[B]``.
+    q ``[B, T, Hq, D]``, caches ``[P, Hk, S, D or wider]``, block_tables ``i32[B, M]``, context_lens
+    and query_starts ``i32[B]``.
     """
     shapes = {
         "q": (q, 4),
@@ -76,8 +105,8 @@ def check_call(
         )
     B, _, Hq, D = q.shape
     _, Hk, _, cache_head_size = k_cache.shape
-    if cache_head_size != D:
-        raise ValueError(f"q has head size {D}, the cache {cache_head_size}")
+    if cache_head_size < D:
+        raise ValueError(f"q has head size {D}, the cache only {cache_head_size}")
     if Hq % Hk:
         raise ValueError(f"{Hq} query heads are not a multiple of {Hk} KV heads")
     for name in ("block_tables", "context_lens", "query_starts"):
