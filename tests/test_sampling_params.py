@@ -108,3 +108,38 @@ def test_bad_values_are_refused(name, value, message):
     with pytest.raises(ValueError) as error:  # noqa: PT011 (the whole message is compared)
         SamplingParams(**{name: value})
     assert message in str(error.value)
+
+
+def test_sequences_that_run_are_as_many_as_compete():
+    assert SamplingParams(n=3).num_sequences == 3
+    assert SamplingParams(n=2, best_of=5).num_sequences == 5
+    assert SamplingParams(n=2, beam_width=4).num_sequences == 4
+
+
+def test_ranking_needs_log_probabilities_that_the_caller_did_not_ask_for():
+    assert not SamplingParams(n=2, best_of=2).wants_candidates
+    assert SamplingParams(best_of=2).wants_candidates
+    assert SamplingParams(beam_width=1).wants_candidates
+    assert SamplingParams(logprobs=0).wants_candidates
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"best_of": 1, "n": 2}, "best_of 1 is less than n 2"),
+        ({"best_of": 0}, "best_of must be between 1"),
+        ({"beam_width": 0}, "beam_width must be between 1"),
+        ({"beam_width": 2, "n": 3}, "n 3 is greater than beam_width 2"),
+        ({"beam_width": 2, "temperature": 0.7}, "temperature 0.7 does not go with beam_width 2"),
+        ({"beam_width": 2, "stop": "x"}, "stop .* does not go with beam_width"),
+        ({"beam_width": 2, "best_of": 2}, "best_of 2 does not go with beam_width"),
+        ({"length_penalty": 2.0}, "length_penalty 2.0 needs a beam_width"),
+        ({"early_stopping": True}, "early_stopping True needs a beam_width"),
+        ({"beam_width": 2, "early_stopping": "always"}, "early_stopping must be True, False"),
+        ({"beam_width": 2, "length_penalty": math.nan}, "length_penalty must be finite"),
+        ({"cache_salt": 3}, "cache_salt must be a string or None, got 3"),
+    ],
+)
+def test_bad_choices_of_sharing_are_refused(fields, message):
+    with pytest.raises(ValueError, match=message):
+        SamplingParams(**fields)

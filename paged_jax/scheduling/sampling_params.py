@@ -4,10 +4,11 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from numbers import Integral, Real
-from typing import Any
+from typing import Any, Literal
 
 MAX_LOGPROBS = 20
 MAX_N = 16384  # a request makes n sequences at once
+MAX_BEAM_WIDTH = 10  # a step reports 2 * width candidates of each beam, and at most MAX_LOGPROBS
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,9 +19,21 @@ class SamplingParams:
     string or several. `min_tokens` tokens are generated before a stop token, EOS or a stop string
     may end the sequence. `logprobs` asks for the log-probabilities of the sampled token and of
     that many most likely ones.
+
+    `best_of` sequences are sampled and the `n` with the highest cumulative log-probability
+    returned, best first; None: `n`. `beam_width` searches for the likeliest continuations instead
+    of sampling, as Hugging Face's `generate` does with `num_beams`: `n` of at most `beam_width`
+    hypotheses are returned, ordered by their log-probability divided by length to the power of
+    `length_penalty`; `early_stopping` True stops at `beam_width` finished ones, False when no
+    better one is likely, "never" when none is possible. Only requests with equal `cache_salt`
+    share the prefix cache.
     """
 
     n: int = 1
+    best_of: int | None = None
+    beam_width: int | None = None
+    length_penalty: float = 1.0
+    early_stopping: bool | Literal["never"] = False
     temperature: float = 1.0
     top_k: int = 0
     top_p: float = 1.0
@@ -37,6 +50,7 @@ class SamplingParams:
     logprobs: int | None = None
     include_stop_str_in_output: bool = False
     skip_special_tokens: bool = True
+    cache_salt: str | None = None
 
     def __post_init__(self) -> None:
         self._int("n", low=1, high=MAX_N)
@@ -63,6 +77,62 @@ class SamplingParams:
         for name in ("ignore_eos", "include_stop_str_in_output", "skip_special_tokens"):
             if not isinstance(getattr(self, name), bool):
                 raise ValueError(f"{name} must be True or False, got {getattr(self, name)!r}")
+        if self.cache_salt is not None and not isinstance(self.cache_salt, str):
+            raise ValueError(f"cache_salt must be a string or None, got {self.cache_salt!r}")
+        if self.best_of is not None:
+            self._int("best_of", low=1, high=MAX_N)
+            if self.best_of < self.n:
+                raise ValueError(f"best_of {self.best_of} is less than n {self.n}")
+        self._check_beams()
+
+    def _check_beams(self) -> None:
+        self._float("length_penalty", low=-math.inf)
+        if self.early_stopping not in (True, False, "never"):
+            raise ValueError(
+                f'early_stopping must be True, False or "never", got {self.early_stopping!r}'
+            )
+        if self.beam_width is None:
+            for name, off in (("length_penalty", 1.0), ("early_stopping", False)):
+                if getattr(self, name) != off:
+                    raise ValueError(f"{name} {getattr(self, name)!r} needs a beam_width")
+            return
+        self._int("beam_width", low=1, high=MAX_BEAM_WIDTH)
+        if self.n > self.beam_width:
+            raise ValueError(f"n {self.n} is greater than beam_width {self.beam_width}")
+        # What would change the scores of beams, or end one by its text.
+        unsupported = {
+            "best_of": self.best_of is not None,
+            "temperature": self.temperature not in (0.0, 1.0),
+            "top_k": self.top_k > 0,
+            "top_p": self.top_p < 1,
+            "min_p": self.min_p > 0,
+            "repetition_penalty": self.repetition_penalty != 1,
+            "presence_penalty": self.presence_penalty != 0,
+            "frequency_penalty": self.frequency_penalty != 0,
+            "min_tokens": self.min_tokens > 0,
+            "stop": bool(self.stop),
+            "logprobs": self.logprobs is not None,
+        }
+        for name, given in unsupported.items():
+            if given:
+                raise ValueError(
+                    f"{name} {getattr(self, name)!r} does not go with beam_width "
+                    f"{self.beam_width}; beam search takes none"
+                )
+
+    @property
+    def num_sequences(self) -> int:
+        """Sequences that run for the request at most at a time."""
+        return self.beam_width or self.best_of or self.n
+
+    @property
+    def wants_candidates(self) -> bool:
+        """Whether steps report log-probabilities: for the caller, or to rank sequences."""
+        return (
+            self.logprobs is not None
+            or self.beam_width is not None
+            or (self.best_of or self.n) > self.n
+        )
 
     @property
     def is_greedy(self) -> bool:
