@@ -13,9 +13,12 @@ from paged_jax.memory.usage import MemoryUsage
 
 
 def allocate(manager: MemoryManager, seq_id: int, num_tokens: int, keep: int = 0) -> bool:
-    return manager.allocate(
-        seq_id, num_tokens, max_num_tokens=2 * num_tokens, keep_free_blocks=keep
+    """Whether a sequence of that many tokens, none of them cached, gets a table."""
+    found = manager.allocate(
+        seq_id, [7] * num_tokens, max_num_tokens=2 * num_tokens, keep_free_blocks=keep
     )
+    assert found in (0, None)
+    return found is not None
 
 
 def test_capacity_leaves_out_the_null_block():
@@ -116,7 +119,7 @@ def test_holes_between_sequences_are_usable():
 def test_a_sequence_wastes_less_than_a_block(num_tokens):
     """Where a reservation of 2048 slots wastes 2045 on a sequence of 3 tokens."""
     manager = BlockManager(num_blocks=2048 // 16 + 1, block_size=16)
-    manager.allocate(0, 1, max_num_tokens=2048)
+    manager.allocate(0, [7], max_num_tokens=2048)
     for length in range(2, num_tokens + 1):
         manager.append(0, length)
     usage = manager.usage({0: num_tokens})

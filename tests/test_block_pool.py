@@ -29,7 +29,7 @@ def test_a_shared_block_is_free_after_its_last_release():
     pool = BlockPool(num_blocks=3)
     (block,) = pool.allocate(1)
     pool.acquire(block)
-    assert pool.ref_count(block) == 2
+    assert pool.ref_counts[block] == 2
     pool.release(block)
     assert pool.num_free == 1
     pool.release(block)
@@ -119,7 +119,7 @@ class PoolMachine(RuleBasedStateMachine):
         self.pool.check_invariants()
         assert self.pool.num_free + len(set(self.held)) == self.CAPACITY
         for block in range(1, self.CAPACITY + 1):
-            assert self.pool.ref_count(block) == self.held.count(block)
+            assert self.pool.ref_counts[block] == self.held.count(block)
 
 
 TestPoolMachine = PoolMachine.TestCase

@@ -1,25 +1,52 @@
-"""Paged memory: block tables that grow one block at a time."""
+"""Paged memory: block tables that grow one block at a time and share what they have in common."""
 
+from bisect import bisect_left
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Hashable, Mapping, Sequence
 
 from paged_jax.memory.block_pool import BlockPool
+from paged_jax.memory.prefix_cache import Node, PrefixCache
+from paged_jax.memory.stats import SharingStats
 from paged_jax.memory.usage import MemoryUsage
+
+
+class _Holding:
+    """What the manager keeps for each sequence beside its table."""
+
+    __slots__ = ("last_node", "next_full", "num_prefill_tokens", "num_published", "salt", "shares")
+
+    def __init__(self, salt: Hashable, num_prefill_tokens: int, block_size: int, match: list[Node]):
+        self.salt = salt
+        self.num_prefill_tokens = num_prefill_tokens  # slots asked for by `allocate`
+        self.num_published = len(match)  # leading blocks that have nodes
+        self.last_node = match[-1] if match else None  # of the last of these
+        self.next_full = (len(match) + 1) * block_size  # tokens that complete one more block
+        self.shares = False  # whether another sequence may hold its blocks beyond those published
 
 
 class BlockManager:
     """Block tables over a pool of `num_blocks` physical blocks, the null block included.
 
-    Implements `paged_jax.memory.interface.MemoryManager`.
+    Implements `paged_jax.memory.interface.MemoryManager`. Without `enable_prefix_caching` blocks
+    are forgotten as soon as nobody holds them: sequences find only what others of the same salt
+    hold at the time, and nothing can be pinned.
     """
 
-    def __init__(self, num_blocks: int, block_size: int):
+    def __init__(self, num_blocks: int, block_size: int, *, enable_prefix_caching: bool = True):
         if block_size < 1:
             raise ValueError(f"block_size must be at least 1, got {block_size}")
         self.block_size = block_size
+        self.stats = SharingStats()
+        self._keeps_prefixes = enable_prefix_caching
         self._pool = BlockPool(num_blocks)
+        self._ref_counts = self._pool.ref_counts
+        self._cache = PrefixCache(block_size)
         self._tables: dict[int, list[int]] = {}
-        self._num_prefill_tokens: dict[int, int] = {}  # slots asked for by `allocate`
+        self._holdings: dict[int, _Holding] = {}
+        self._copies: dict[int, int] = {}  # target -> source
+        self._pins: dict[tuple[Hashable, tuple[int, ...]], list[int]] = {}  # blocks, one ref each
+        # The sequence that last did not fit, and what was found of it: it will ask again.
+        self._waiting: tuple[int, list[Node]] | None = None
 
     @property
     def num_total_blocks(self) -> int:
@@ -27,64 +54,224 @@ class BlockManager:
 
     @property
     def num_free_blocks(self) -> int:
-        return self._pool.num_free
+        return self._pool.num_free + self._pool.num_cached
+
+    @property
+    def num_cached_blocks(self) -> int:
+        return self._pool.num_cached
+
+    @property
+    def num_pinned_blocks(self) -> int:
+        return len(set().union(*self._pins.values()))
 
     def can_ever_hold(self, num_tokens: int) -> bool:
-        return num_tokens <= self._pool.capacity * self.block_size
+        return num_tokens <= (self._pool.capacity - self.num_pinned_blocks) * self.block_size
 
     def allocate(
-        self, seq_id: int, num_tokens: int, *, max_num_tokens: int, keep_free_blocks: int = 0
-    ) -> bool:
+        self,
+        seq_id: int,
+        token_ids: Sequence[int],
+        *,
+        salt: Hashable = None,
+        max_num_tokens: int,
+        keep_free_blocks: int = 0,
+        use_cache: bool = True,
+    ) -> int | None:
         if seq_id in self._tables:
             raise ValueError(f"sequence {seq_id} has a block table already")
+        if not token_ids:
+            raise ValueError(f"sequence {seq_id} has no tokens")
+        pool, num_tokens = self._pool, len(token_ids)
         num_blocks = -(-num_tokens // self.block_size)
-        if num_blocks + keep_free_blocks > self._pool.num_free:
-            return False
-        self._tables[seq_id] = self._pool.allocate(num_blocks)
-        self._num_prefill_tokens[seq_id] = num_tokens
-        return True
+        match: list[Node] = []
+        if use_cache:
+            if self._waiting is not None and self._waiting[0] == seq_id:
+                match = self._waiting[1]
+            self._cache.extend(match, salt, token_ids, (num_tokens - 1) // self.block_size)
+        # Nodes before a used one are used: a match is some used ones, then some cached ones.
+        num_used = bisect_left(match, True, key=lambda node: not self._ref_counts[node.block])
+        if num_blocks - num_used + keep_free_blocks > self.num_free_blocks:
+            if match:
+                self._waiting = seq_id, match
+            return None
+        self._waiting = None
+        hits = [node.block for node in match]
+        for block in hits:  # first, so that none of them is evicted for the rest
+            pool.acquire(block)
+        self._tables[seq_id] = hits + self._take(num_blocks - len(hits))
+        self._holdings[seq_id] = _Holding(salt, num_tokens, self.block_size, match)
+        num_hit_tokens = len(hits) * self.block_size
+        if use_cache:
+            self.stats.queried_tokens += num_tokens
+            self.stats.hit_tokens += num_hit_tokens
+        return num_hit_tokens
 
     def append(self, seq_id: int, num_tokens: int) -> bool:
         table = self._tables[seq_id]
-        if len(table) * self.block_size >= num_tokens:
-            return True
-        missing = -(-num_tokens // self.block_size) - len(table)
-        if missing > self._pool.num_free:
+        last = (num_tokens - 1) // self.block_size
+        missing = last + 1 - len(table)
+        if missing <= 0:
+            return self._ref_counts[table[last]] == 1 or self._copy_on_write(table, last)
+        if missing > self.num_free_blocks:
             return False
-        table += self._pool.allocate(missing)
+        table += self._take(missing)
         return True
+
+    def _copy_on_write(self, table: list[int], index: int) -> bool:
+        if not self.num_free_blocks:
+            return False
+        shared = table[index]
+        (block,) = self._take(1)
+        table[index] = block
+        self._pool.release(shared)  # the others hold it still
+        # A block that is itself still to be copied holds nothing yet; its source does.
+        self._copies[block] = self._copies.get(shared, shared)
+        return True
+
+    def fork(self, parent_id: int, child_id: int) -> None:
+        if child_id in self._tables:
+            raise ValueError(f"sequence {child_id} has a block table already")
+        table = self._tables[parent_id].copy()
+        ref_counts = self._ref_counts
+        for block in table:  # all in use
+            ref_counts[block] += 1
+        parent = self._holdings[parent_id]
+        child = _Holding(parent.salt, parent.num_prefill_tokens, self.block_size, [])
+        child.num_published = parent.num_published
+        child.last_node = parent.last_node
+        child.next_full = parent.next_full
+        child.shares = parent.shares = True
+        self._tables[child_id] = table
+        self._holdings[child_id] = child
+        self.stats.forks += 1
+
+    def take_copies(self) -> list[tuple[int, int]]:
+        copies = [(source, target) for target, source in self._copies.items()]
+        self._copies.clear()
+        self.stats.copies += len(copies)
+        return copies
+
+    def publish(self, seq_id: int, token_ids: Sequence[int], num_computed_tokens: int) -> None:
+        holding = self._holdings[seq_id]
+        if num_computed_tokens < holding.next_full:
+            return
+        table, size = self._tables[seq_id], self.block_size
+        num_full = num_computed_tokens // size
+        if num_computed_tokens > len(token_ids) or num_full > len(table):
+            raise ValueError(
+                f"sequence {seq_id}: {num_computed_tokens} tokens computed of {len(token_ids)}, "
+                f"in {len(table)} blocks of {size} slots"
+            )
+        node = holding.last_node
+        for index in range(holding.num_published, num_full):
+            tokens = tuple(token_ids[index * size : (index + 1) * size])
+            node = self._cache.add(node, holding.salt, tokens, table[index])
+            if not self._ref_counts[node.block]:  # cached, and now there is one in use
+                self._pool.discard(self._cache.replace(node))
+        holding.last_node = node
+        holding.num_published = num_full
+        holding.next_full = (num_full + 1) * size
 
     def free(self, seq_id: int) -> None:
         table = self._tables.pop(seq_id)
-        del self._num_prefill_tokens[seq_id]
-        release = self._pool.release
-        for block in reversed(table):  # the stack then hands them out in the same order again
-            release(block)
+        del self._holdings[seq_id]
+        self._release(table)
+
+    def pin(self, token_ids: Sequence[int], salt: Hashable = None) -> int:
+        if not self._keeps_prefixes:
+            raise ValueError("nothing can be pinned: prefix caching is off")
+        match: list[Node] = []
+        self._cache.extend(match, salt, token_ids, len(token_ids) // self.block_size)
+        blocks = [node.block for node in match]
+        for block in blocks:
+            self._pool.acquire(block)
+        key = salt, tuple(token_ids)
+        self._release(self._pins.get(key, []))
+        self._pins[key] = blocks
+        return len(blocks) * self.block_size
+
+    def unpin(self, token_ids: Sequence[int], salt: Hashable = None) -> None:
+        self._release(self._pins.pop((salt, tuple(token_ids))))
 
     def block_table(self, seq_id: int) -> list[int]:
         return self._tables[seq_id]
 
+    def _take(self, count: int) -> list[int]:
+        """Take blocks of which the caller knows that there are enough."""
+        pool = self._pool
+        for _ in range(count - pool.num_free):
+            self._cache.forget(pool.evict())
+            self.stats.evictions += 1
+        return pool.allocate(count)
+
+    def _release(self, blocks: list[int]) -> None:
+        """Drop a reference to each block of a table.
+
+        The last block goes first: it is then evicted before those that lead to it, and the stack
+        of free blocks hands them out in the same order again.
+        """
+        pool, ref_counts = self._pool, self._ref_counts
+        for block in reversed(blocks):
+            keep = False
+            if ref_counts[block] == 1:
+                self._copies.pop(block, None)
+                keep = self._cache.let_go(block)
+                if keep and not self._keeps_prefixes:
+                    self._cache.forget(block)
+                    keep = False
+            pool.release(block, keep=keep)
+
     def usage(self, num_computed_tokens: Mapping[int, int]) -> MemoryUsage:
-        token_states = reserved = 0
-        for seq_id, num_prefill_tokens in self._num_prefill_tokens.items():
+        size, pool = self.block_size, self._pool
+        token_states = reserved = num_tail_blocks = num_table_blocks = 0
+        shared_tails: dict[int, tuple[int, int]] = {}  # block -> slots computed, slots asked for
+        forked: list[tuple[list[int], int]] = []
+        for seq_id, holding in self._holdings.items():
+            table, num_prefill = self._tables[seq_id], holding.num_prefill_tokens
             num_computed = num_computed_tokens[seq_id]
-            token_states += num_computed
-            if num_computed < num_prefill_tokens:
-                reserved += num_prefill_tokens - num_computed
-        used = (self._pool.capacity - self._pool.num_free) * self.block_size
+            num_full = num_computed // size
+            num_table_blocks += len(table)
+            if not holding.shares:
+                num_tail_blocks += len(table) - num_full
+                token_states += num_computed - num_full * size
+                reserved += max(0, num_prefill - num_computed)
+                continue
+            forked.append((table, num_full))
+            for index in range(num_full, len(table)):
+                computed = max(0, num_computed - index * size)
+                asked_for = min(size, max(0, num_prefill - index * size))
+                before = shared_tails.get(table[index], (0, 0))
+                shared_tails[table[index]] = max(before[0], computed), max(before[1], asked_for)
+        # A block counts as full if it is so for any of its sequences.
+        for table, num_full in forked:
+            for block in shared_tails.keys() & table[:num_full]:
+                del shared_tails[block]
+        for computed, asked_for in shared_tails.values():
+            token_states += computed
+            reserved += max(0, asked_for - computed)
+        num_tail_blocks += len(shared_tails)
+        token_states += (pool.num_used - num_tail_blocks) * size  # all others are full
+        pins = Counter(block for blocks in self._pins.values() for block in blocks)
+        only_pinned = sum(self._ref_counts[block] == count for block, count in pins.items())
         return MemoryUsage(
             token_states=token_states,
             reserved=reserved,
-            internal=used - token_states - reserved,
+            internal=pool.num_used * size - token_states - reserved,
             external=0,
-            free=self._pool.num_free * self.block_size,
+            free=self.num_free_blocks * size,
+            cached=pool.num_cached * size,
+            shared=(num_table_blocks - (pool.num_used - only_pinned)) * size,
         )
 
     def check_invariants(self) -> None:
-        """AssertionError unless reference counts equal the tables that hold each block."""
+        """AssertionError unless tables, pins, counts, copies and cache agree."""
         self._pool.check_invariants()
-        held = Counter(block for table in self._tables.values() for block in table)
+        tables = [*self._tables.values(), *self._pins.values()]
+        held = Counter(block for table in tables for block in table)
         for block in range(self._pool.num_blocks):
-            count = self._pool.ref_count(block)
+            count = self._ref_counts[block]
             assert count == held[block], f"block {block}: {count=}, in {held[block]} tables"
-        assert self._tables.keys() == self._num_prefill_tokens.keys()
+        assert all(len(set(table)) == len(table) for table in tables), "twice in one table"
+        assert self._tables.keys() == self._holdings.keys()
+        assert all(self._ref_counts[target] for target in self._copies), "copy to an unused block"
+        self._cache.check_invariants(self._ref_counts, self._pool.cached)

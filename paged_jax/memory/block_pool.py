@@ -1,4 +1,6 @@
-"""Physical blocks: which are free, and how many tables hold each of the others."""
+"""Physical blocks: which are free, which are cached, and how often each of the others is held."""
+
+from collections import OrderedDict
 
 NULL_BLOCK = 0
 
@@ -6,11 +8,17 @@ NULL_BLOCK = 0
 class BlockPool:
     """`num_blocks` physical blocks, of which block 0 is the null block and never handed out.
 
-    A block is free (count 0, on the free list) or used (count >= 1, not on it), never both. The
-    free list is a stack: recently freed blocks are reused first.
+    A block is in exactly one state:
+
+    - used: held by at least one reference;
+    - cached: held by nobody, its contents kept until the block is needed;
+    - free: held by nobody, its contents worthless.
+
+    The free list is a stack: recently freed blocks are reused first. Cached blocks stand in the
+    order in which they were let go, so the first of them is the least recently used.
     """
 
-    __slots__ = ("_free", "_ref_counts", "num_blocks")
+    __slots__ = ("_cached", "_free", "num_blocks", "ref_counts")
 
     def __init__(self, num_blocks: int):
         if num_blocks < 2:
@@ -19,7 +27,9 @@ class BlockPool:
             )
         self.num_blocks = num_blocks
         self._free = list(range(num_blocks - 1, NULL_BLOCK, -1))
-        self._ref_counts = [0] * num_blocks
+        self._cached: OrderedDict[int, None] = OrderedDict()
+        # References held to each block. Others only read it; it is public for loops that are hot.
+        self.ref_counts = [0] * num_blocks
 
     @property
     def capacity(self) -> int:
@@ -28,11 +38,21 @@ class BlockPool:
 
     @property
     def num_free(self) -> int:
+        """Blocks that `allocate` can hand out; cached ones only once they are evicted."""
         return len(self._free)
 
-    def ref_count(self, block: int) -> int:
-        """How many references to `block` are held; 0 means free."""
-        return self._ref_counts[block]
+    @property
+    def num_cached(self) -> int:
+        return len(self._cached)
+
+    @property
+    def cached(self) -> list[int]:
+        """The cached blocks in the order of eviction."""
+        return list(self._cached)
+
+    @property
+    def num_used(self) -> int:
+        return self.num_blocks - 1 - len(self._free) - len(self._cached)
 
     def allocate(self, count: int) -> list[int]:
         """Take `count` free blocks, each with one reference; RuntimeError if there are fewer."""
@@ -43,33 +63,55 @@ class BlockPool:
         blocks = free[first:]
         del free[first:]
         blocks.reverse()
-        ref_counts = self._ref_counts
+        ref_counts = self.ref_counts
         for block in blocks:
             ref_counts[block] = 1
         return blocks
 
     def acquire(self, block: int) -> None:
-        """Add a reference to a used block; RuntimeError if it is free."""
-        if self._ref_counts[block] == 0:
-            raise RuntimeError(f"block {block} is not in use, it cannot be shared")
-        self._ref_counts[block] += 1
+        """Add a reference to a used or cached block; RuntimeError if it is free."""
+        count = self.ref_counts[block]
+        if count == 0:
+            if block not in self._cached:
+                raise RuntimeError(f"block {block} is not in use, it cannot be shared")
+            del self._cached[block]
+        self.ref_counts[block] = count + 1
 
-    def release(self, block: int) -> None:
-        """Drop a reference, the last one frees the block; RuntimeError if it is free already."""
-        count = self._ref_counts[block]
+    def release(self, block: int, *, keep: bool = False) -> None:
+        """Drop a reference; RuntimeError if there is none.
+
+        The last one frees the block, or makes it the newest of those cached if `keep`.
+        """
+        count = self.ref_counts[block]
         if count == 0:
             raise RuntimeError(f"block {block} is not in use, it cannot be freed (freed twice?)")
-        self._ref_counts[block] = count - 1
+        self.ref_counts[block] = count - 1
         if count == 1:
-            self._free.append(block)
+            if keep:
+                self._cached[block] = None
+            else:
+                self._free.append(block)
+
+    def evict(self) -> int:
+        """Free the least recently used of the cached blocks; KeyError if there is none."""
+        block, _ = self._cached.popitem(last=False)
+        self._free.append(block)
+        return block
+
+    def discard(self, block: int) -> None:
+        """Free this cached block; KeyError if it is not cached."""
+        del self._cached[block]
+        self._free.append(block)
 
     def check_invariants(self) -> None:
         """AssertionError unless every block is in exactly one state."""
         free = set(self._free)
         assert len(free) == len(self._free), f"listed as free twice: {sorted(self._free)}"
-        assert NULL_BLOCK not in free, "the null block is on the free list"
-        assert self._ref_counts[NULL_BLOCK] == 0, "the null block is referenced"
+        unused = free | self._cached.keys()
+        assert len(unused) == len(free) + len(self._cached), "a block is free and cached"
+        assert NULL_BLOCK not in unused, "the null block can be handed out"
+        assert self.ref_counts[NULL_BLOCK] == 0, "the null block is referenced"
         for block in range(1, self.num_blocks):
-            count = self._ref_counts[block]
+            count = self.ref_counts[block]
             assert count >= 0, f"block {block} has {count} references"
-            assert (count == 0) == (block in free), f"block {block}: {count=}, {block in free=}"
+            assert (count == 0) == (block in unused), f"block {block}: {count=}, {unused=}"

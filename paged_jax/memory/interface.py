@@ -1,8 +1,9 @@
 """What the scheduler and the executor ask of any memory manager, paged or contiguous."""
 
-from collections.abc import Mapping
+from collections.abc import Hashable, Mapping, Sequence
 from typing import Protocol
 
+from paged_jax.memory.stats import SharingStats
 from paged_jax.memory.usage import MemoryUsage
 
 
@@ -10,7 +11,9 @@ class MemoryManager(Protocol):
     """Grants KV slots to sequences, which it knows by id alone.
 
     A slot holds the keys and values of one token. Requests that cannot be met now are answered
-    with False and change nothing, so the caller never has to ask before it acts.
+    with None or False and change nothing, so the caller never has to ask before it acts.
+
+    An id stands for one sequence: between calls its tokens may be extended, never changed.
     """
 
     @property
@@ -23,41 +26,103 @@ class MemoryManager(Protocol):
 
     @property
     def num_free_blocks(self) -> int:
-        """Blocks that can be handed out now."""
+        """Blocks that can be handed out now, those cached included."""
+
+    @property
+    def num_cached_blocks(self) -> int:
+        """Free blocks that keep a prefix for later sequences until they are needed."""
+
+    @property
+    def num_pinned_blocks(self) -> int:
+        """Blocks that a pinned prefix holds."""
+
+    @property
+    def stats(self) -> SharingStats:
+        """The live counts, not a copy."""
 
     def can_ever_hold(self, num_tokens: int) -> bool:
-        """Whether one sequence of `num_tokens` slots fits when it is alone."""
+        """Whether one sequence of `num_tokens` slots fits when it is alone, pinned blocks apart."""
 
     def allocate(
-        self, seq_id: int, num_tokens: int, *, max_num_tokens: int, keep_free_blocks: int = 0
-    ) -> bool:
-        """Give a new sequence a table that covers `num_tokens` slots.
+        self,
+        seq_id: int,
+        token_ids: Sequence[int],
+        *,
+        salt: Hashable = None,
+        max_num_tokens: int,
+        keep_free_blocks: int = 0,
+        use_cache: bool = True,
+    ) -> int | None:
+        """Give a new sequence a table with a slot for each token; returns how many are computed.
 
-        False, and nothing changes, unless it fits and leaves `keep_free_blocks` blocks free.
+        These lead the sequence: their blocks were found in the prefix cache. They are a multiple
+        of the block size, and at least the last token is not among them. Only what was published
+        under an equal salt is found, and nothing if not `use_cache`.
+
+        None, and nothing changes, unless the rest fits and leaves `keep_free_blocks` blocks free.
         `max_num_tokens` is the most slots the sequence can come to need; contiguous managers
         reserve by it.
         """
 
     def append(self, seq_id: int, num_tokens: int) -> bool:
-        """Make the sequence's table cover `num_tokens` slots, with no more blocks than that takes.
+        """Make the sequence's table cover `num_tokens` slots, and the last of these writable.
 
-        False, and nothing changes, when memory is out. A table that covers them already is left
-        as it is. Runs once per sequence and iteration, so it has to be fast.
+        If others hold its block as well, another one takes its place in the table, and the copy
+        between them comes with the next `take_copies`. Otherwise a table that covers the slots
+        already is left as it is. No more blocks are taken than that needs.
+
+        False, and nothing changes, when memory is out. Runs once per sequence and iteration, so
+        it has to be fast.
+        """
+
+    def fork(self, parent_id: int, child_id: int) -> None:
+        """Give a new sequence the table of another, without taking a block.
+
+        Either may go on as soon as what the table holds is computed: not in an iteration that
+        still writes for the parent, because copies come before writes.
+        """
+
+    def take_copies(self) -> list[tuple[int, int]]:
+        """Blocks to copy, as (source, target), before anything else is written to the cache.
+
+        All copies happen at once: every source is read before any target is written. A target
+        occurs once. Each call returns what was recorded since the last.
+        """
+
+    def publish(self, seq_id: int, token_ids: Sequence[int], num_computed_tokens: int) -> None:
+        """Let others find the sequence's full blocks whose keys and values are in the cache.
+
+        `token_ids` are all its tokens, of which the first `num_computed_tokens` are computed.
+        Runs once per sequence and iteration: it looks only at blocks that were completed since.
         """
 
     def free(self, seq_id: int) -> None:
-        """Take back all blocks of a sequence and forget it; KeyError if it holds none."""
+        """Take back all blocks of a sequence and forget it; KeyError if it holds none.
+
+        Blocks that nobody else holds are free; those published stay cached until needed.
+        """
+
+    def pin(self, token_ids: Sequence[int], salt: Hashable = None) -> int:
+        """Hold the published blocks of a prefix so that they are never evicted.
+
+        Returns how many leading tokens they hold. Pinned again, a prefix holds the blocks that
+        have been published since as well.
+        """
+
+    def unpin(self, token_ids: Sequence[int], salt: Hashable = None) -> None:
+        """Let go of a pinned prefix; KeyError if it is not pinned."""
 
     def block_table(self, seq_id: int) -> list[int]:
         """The sequence's physical blocks in order of position.
 
         This is the live list, not a copy: callers only read it. Until the sequence is freed it
-        only ever grows at its end, so a mirror may copy just the tail.
+        grows at its end, and `append` may replace the block of the slot that it makes writable;
+        every other entry stays as it is.
         """
 
     def usage(self, num_computed_tokens: Mapping[int, int]) -> MemoryUsage:
         """Split all slots by what they hold.
 
         `num_computed_tokens` maps each sequence that holds a table to the number of its tokens
-        whose keys and values are in the cache.
+        whose keys and values are in the cache, those that `allocate` found there included.
         """

@@ -5,13 +5,19 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class MemoryUsage:
-    """A snapshot in slots (one slot holds the keys and values of one token)."""
+    """A snapshot in slots (one slot holds the keys and values of one token).
+
+    The first five split the pool: a slot that several sequences share counts once. `cached` and
+    `shared` tell more about them and are no part of the total.
+    """
 
     token_states: int  # computed tokens: the only useful share
     reserved: int  # held for tokens that are certain to come but not computed yet
     internal: int  # allocated, and no token is known to come
     external: int  # free, yet in holes too small to be handed out
     free: int
+    cached: int = 0  # of the free ones, those that keep a prefix for later until they are needed
+    shared: int = 0  # slots that sequences would hold besides if each had all its blocks alone
 
     @property
     def total(self) -> int:

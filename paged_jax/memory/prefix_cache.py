@@ -1,0 +1,142 @@
+"""Prefix cache: which blocks hold the keys and values of which tokens after which others.
+
+A node stands for the tokens of one full block and, through its parent, for all tokens before them.
+It is found by its parent and its own tokens, the first of a chain by the salt and its tokens, in a
+dictionary that compares these keys: two prefixes are the same if and only if all their tokens and
+salts are, whatever their hashes. Ids are never used again, so a key whose parent has been
+forgotten can never match.
+
+Where several sequences compute the same block at the same time, each writes one of its own. The
+node then names one of these blocks, the rest are its duplicates. As long as any of them is used,
+the node names one that is used. Now who holds a block of a node also holds one of each node before
+it. So the nodes before a used one are used, and no block has to be kept for the sake of another:
+blocks that nobody holds can be evicted in the order in which they were let go, provided that each
+sequence lets go of its last block first.
+"""
+
+from collections.abc import Hashable, Sequence
+from itertools import count
+
+from paged_jax.memory.block_pool import NULL_BLOCK
+
+type Key = tuple[int | tuple[Hashable], tuple[int, ...]]  # parent's id, or (salt,); tokens
+
+
+class Node:
+    """The contents of one full block, after those of its parent."""
+
+    __slots__ = ("block", "id", "key")
+
+    def __init__(self, node_id: int, key: Key, block: int):
+        self.id = node_id
+        self.key = key
+        self.block = block  # that holds the contents; the null block once they are forgotten
+
+    def __repr__(self) -> str:
+        return f"Node({self.id}, parent {self.key[0]!r}, block {self.block})"
+
+
+class PrefixCache:
+    """Finds blocks by their contents. It knows no reference counts: the block manager does."""
+
+    def __init__(self, block_size: int):
+        self._block_size = block_size
+        self._ids = count()
+        self._nodes: dict[Key, Node] = {}
+        self._node_of_block: dict[int, Node] = {}  # duplicates included
+        self._duplicates: dict[Node, list[int]] = {}  # of nodes that have some
+
+    def extend(
+        self, match: list[Node], salt: Hashable, token_ids: Sequence[int], max_blocks: int
+    ) -> None:
+        """Bring a match, the known nodes of the tokens' leading blocks, up to date.
+
+        Nodes forgotten since it was found leave it, those found beyond it join it, up to
+        `max_blocks` in all. Only tokens beyond the match are looked at: a prompt that waits is
+        not looked up afresh in every iteration.
+        """
+        while match and match[-1].block == NULL_BLOCK:  # a node is forgotten before its parent
+            match.pop()
+        parent: int | tuple[Hashable] = match[-1].id if match else (salt,)
+        nodes, size = self._nodes, self._block_size
+        for start in range(len(match) * size, max_blocks * size, size):
+            node = nodes.get((parent, tuple(token_ids[start : start + size])))
+            if node is None:
+                return
+            match.append(node)
+            parent = node.id
+
+    def add(self, parent: Node | None, salt: Hashable, tokens: tuple[int, ...], block: int) -> Node:
+        """The node of these tokens after the parent's, which `block` holds too from now on."""
+        key = ((salt,) if parent is None else parent.id, tokens)
+        node = self._nodes.get(key)
+        if node is None:
+            node = self._nodes[key] = Node(next(self._ids), key, block)
+            self._node_of_block[block] = node
+        elif block not in self._node_of_block:
+            self._duplicates.setdefault(node, []).append(block)
+            self._node_of_block[block] = node
+        return node
+
+    def replace(self, node: Node) -> int:
+        """Let a duplicate hold the node's contents; returns the block that held them before."""
+        block = node.block
+        del self._node_of_block[block]
+        node.block = self._pop_duplicate(node)
+        return block
+
+    def let_go(self, block: int) -> bool:
+        """Tell that nobody holds `block` any more; returns whether it alone has its contents."""
+        node = self._node_of_block.get(block)
+        if node is None:
+            return False
+        if node not in self._duplicates:
+            return True
+        if node.block == block:
+            self.replace(node)
+        else:
+            del self._node_of_block[block]
+            self._pop_duplicate(node, block)
+        return False
+
+    def forget(self, block: int) -> None:
+        """The contents of a block that nobody holds are lost."""
+        node = self._node_of_block.pop(block)
+        del self._nodes[node.key]
+        node.block = NULL_BLOCK
+
+    def _pop_duplicate(self, node: Node, block: int | None = None) -> int:
+        duplicates = self._duplicates[node]
+        at = -1 if block is None else duplicates.index(block)
+        block = duplicates.pop(at)
+        if not duplicates:
+            del self._duplicates[node]
+        return block
+
+    def check_invariants(self, ref_counts: Sequence[int], cached: Sequence[int]) -> None:
+        """AssertionError unless nodes and blocks agree; `cached` in the order of eviction."""
+        by_id = {node.id: node for node in self._nodes.values()}
+        assert len(by_id) == len(self._nodes), "an id was given twice"
+        named: dict[int, Node] = {}
+        for key, node in self._nodes.items():
+            assert node.key == key
+            assert len(key[1]) == self._block_size, f"{node} is not full"
+            duplicates = self._duplicates.get(node, [])
+            for block in (node.block, *duplicates):
+                assert block != NULL_BLOCK
+                assert block not in named, f"block {block} is that of {named[block]} and {node}"
+                named[block] = node
+            assert all(ref_counts[block] for block in duplicates), f"unused duplicate of {node}"
+            assert ref_counts[node.block] or not duplicates, f"{node} has duplicates in use"
+        assert named == self._node_of_block
+        assert self._duplicates.keys() <= set(self._nodes.values())
+        assert sorted(cached) == sorted(b for b in named if not ref_counts[b])
+        order = {block: i for i, block in enumerate(cached)}  # those used come after all of these
+        for node in self._nodes.values():
+            parent_id = node.key[0]
+            if not isinstance(parent_id, tuple):
+                assert parent_id in by_id, f"{node} has outlived its parent"
+                parent = by_id[parent_id]
+                assert ref_counts[parent.block] or order[node.block] < order[parent.block], (
+                    f"{parent} would be evicted before {node}"
+                )
