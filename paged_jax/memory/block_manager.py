@@ -3,6 +3,7 @@
 from bisect import bisect_left
 from collections import Counter
 from collections.abc import Hashable, Mapping, Sequence
+from copy import copy
 
 from paged_jax.memory.block_pool import BlockPool
 from paged_jax.memory.prefix_cache import Node, PrefixCache
@@ -136,13 +137,9 @@ class BlockManager:
         for block in table:  # all in use
             ref_counts[block] += 1
         parent = self._holdings[parent_id]
-        child = _Holding(parent.salt, parent.num_prefill_tokens, self.block_size, [])
-        child.num_published = parent.num_published
-        child.last_node = parent.last_node
-        child.next_full = parent.next_full
-        child.shares = parent.shares = True
+        parent.shares = True
         self._tables[child_id] = table
-        self._holdings[child_id] = child
+        self._holdings[child_id] = copy(parent)
         self.stats.forks += 1
 
     def take_copies(self) -> list[tuple[int, int]]:
@@ -162,13 +159,16 @@ class BlockManager:
                 f"sequence {seq_id}: {num_computed_tokens} tokens computed of {len(token_ids)}, "
                 f"in {len(table)} blocks of {size} slots"
             )
-        node = holding.last_node
-        for index in range(holding.num_published, num_full):
-            tokens = tuple(token_ids[index * size : (index + 1) * size])
-            node = self._cache.add(node, holding.salt, tokens, table[index])
+        nodes = self._cache.add(
+            holding.last_node,
+            holding.salt,
+            token_ids[holding.num_published * size : num_full * size],
+            table[holding.num_published : num_full],
+        )
+        for node in nodes:
             if not self._ref_counts[node.block]:  # cached, and now there is one in use
                 self._pool.discard(self._cache.replace(node))
-        holding.last_node = node
+        holding.last_node = nodes[-1]
         holding.num_published = num_full
         holding.next_full = (num_full + 1) * size
 
@@ -271,7 +271,10 @@ class BlockManager:
         for block in range(self._pool.num_blocks):
             count = self._ref_counts[block]
             assert count == held[block], f"block {block}: {count=}, in {held[block]} tables"
-        assert all(len(set(table)) == len(table) for table in tables), "twice in one table"
+        assert all(len(set(table)) == len(table) for table in tables), "a block is in a table twice"
         assert self._tables.keys() == self._holdings.keys()
+        for seq_id, holding in self._holdings.items():
+            published = self._tables[seq_id][: holding.num_published]
+            self._cache.check_chain(holding.last_node, holding.salt, published)
         assert all(self._ref_counts[target] for target in self._copies), "copy to an unused block"
         self._cache.check_invariants(self._ref_counts, self._pool.cached)

@@ -15,7 +15,7 @@ sequence lets go of its last block first.
 """
 
 from collections.abc import Hashable, Sequence
-from itertools import count
+from itertools import batched, count
 
 from paged_jax.memory.block_pool import NULL_BLOCK
 
@@ -59,24 +59,34 @@ class PrefixCache:
             match.pop()
         parent: int | tuple[Hashable] = match[-1].id if match else (salt,)
         nodes, size = self._nodes, self._block_size
-        for start in range(len(match) * size, max_blocks * size, size):
-            node = nodes.get((parent, tuple(token_ids[start : start + size])))
+        for tokens in batched(token_ids[len(match) * size : max_blocks * size], size):
+            node = nodes.get((parent, tokens))
             if node is None:
                 return
             match.append(node)
             parent = node.id
 
-    def add(self, parent: Node | None, salt: Hashable, tokens: tuple[int, ...], block: int) -> Node:
-        """The node of these tokens after the parent's, which `block` holds too from now on."""
-        key = ((salt,) if parent is None else parent.id, tokens)
-        node = self._nodes.get(key)
-        if node is None:
-            node = self._nodes[key] = Node(next(self._ids), key, block)
-            self._node_of_block[block] = node
-        elif block not in self._node_of_block:
-            self._duplicates.setdefault(node, []).append(block)
-            self._node_of_block[block] = node
-        return node
+    def add(
+        self,
+        parent: Node | None,
+        salt: Hashable,
+        token_ids: Sequence[int],
+        blocks: Sequence[int],
+    ) -> list[Node]:
+        """The nodes of these tokens after the parent's, which the blocks hold too from now on."""
+        parent_key: int | tuple[Hashable] = (salt,) if parent is None else parent.id
+        nodes, node_of_block, added = self._nodes, self._node_of_block, []
+        for tokens, block in zip(batched(token_ids, self._block_size), blocks, strict=True):
+            key = parent_key, tokens
+            node = nodes.get(key)
+            if node is None:
+                nodes[key] = node_of_block[block] = node = Node(next(self._ids), key, block)
+            elif block not in node_of_block:
+                self._duplicates.setdefault(node, []).append(block)
+                node_of_block[block] = node
+            added.append(node)
+            parent_key = node.id
+        return added
 
     def replace(self, node: Node) -> int:
         """Let a duplicate hold the node's contents; returns the block that held them before."""
@@ -131,12 +141,22 @@ class PrefixCache:
         assert named == self._node_of_block
         assert self._duplicates.keys() <= set(self._nodes.values())
         assert sorted(cached) == sorted(b for b in named if not ref_counts[b])
-        order = {block: i for i, block in enumerate(cached)}  # those used come after all of these
+        order = {block: i for i, block in enumerate(cached)}
         for node in self._nodes.values():
             parent_id = node.key[0]
-            if not isinstance(parent_id, tuple):
-                assert parent_id in by_id, f"{node} has outlived its parent"
-                parent = by_id[parent_id]
-                assert ref_counts[parent.block] or order[node.block] < order[parent.block], (
+            if isinstance(parent_id, tuple):
+                continue
+            assert parent_id in by_id, f"{node} has outlived its parent"
+            parent = by_id[parent_id]
+            if not ref_counts[parent.block]:
+                assert not ref_counts[node.block], f"{node} is used, {parent} is not"
+                assert order[node.block] < order[parent.block], (
                     f"{parent} would be evicted before {node}"
                 )
+
+    def check_chain(self, last: Node | None, salt: Hashable, blocks: Sequence[int]) -> None:
+        """AssertionError unless the blocks hold the nodes of a chain that ends with `last`."""
+        nodes = [self._node_of_block[block] for block in blocks]
+        assert (nodes[-1] if nodes else None) is last
+        parents = [(salt,), *(node.id for node in nodes)]
+        assert [node.key[0] for node in nodes] == parents[:-1], "the chain is broken"
