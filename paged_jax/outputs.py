@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, field
 
-from paged_jax.executor.interface import TokenLogprobs
+from paged_jax.scheduling.batch import TokenLogprobs
 from paged_jax.scheduling.request import FinishReason
 
 

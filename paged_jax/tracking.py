@@ -2,10 +2,10 @@
 
 from dataclasses import dataclass, field
 
-from paged_jax.executor.interface import TokenLogprobs
 from paged_jax.loading import IncrementalDetokenizer
 from paged_jax.loading.transformers_tokenizer import Tokenizer
 from paged_jax.outputs import CompletionOutput, RequestMetrics, RequestOutput
+from paged_jax.scheduling.batch import TokenLogprobs
 from paged_jax.scheduling.request import Request, Sequence
 
 
@@ -111,7 +111,7 @@ class RequestRecord:
             arrival_s=self.request.arrival_time,
             first_scheduled_s=self.first_scheduled_s,
             token_times_s=[list(record.token_times_s) for record in self.sequences],
-            num_preemptions=sum(record.seq.num_preemptions for record in self.sequences),
+            num_preemptions=self.request.num_preemptions,
         )
         return RequestOutput(
             request_id=self.request.request_id,

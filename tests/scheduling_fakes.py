@@ -2,8 +2,10 @@
 
 from collections.abc import Callable, Iterable
 
+import numpy as np
+
 from paged_jax.memory.block_manager import BlockManager
-from paged_jax.scheduling.batch import ScheduledBatch
+from paged_jax.scheduling.batch import ScheduledBatch, TokenLogprobs
 from paged_jax.scheduling.request import Request, Sequence
 from paged_jax.scheduling.sampling_params import SamplingParams
 from paged_jax.scheduling.scheduler import Scheduler
@@ -12,7 +14,9 @@ EOS = 0
 VOCAB_SIZE = 50
 
 
-def make_scheduler(num_blocks: int = 65, block_size: int = 4, **limits) -> Scheduler:
+def make_scheduler(
+    num_blocks: int = 65, block_size: int = 4, *, enable_prefix_caching: bool = False, **limits
+) -> Scheduler:
     limits = {
         "max_num_seqs": 8,
         "max_num_batched_tokens": 64,
@@ -21,7 +25,8 @@ def make_scheduler(num_blocks: int = 65, block_size: int = 4, **limits) -> Sched
         "eos_token_ids": (EOS,),
         "watermark": 0.0,
     } | limits
-    return Scheduler(BlockManager(num_blocks, block_size), **limits)
+    memory = BlockManager(num_blocks, block_size, enable_prefix_caching=enable_prefix_caching)
+    return Scheduler(memory, enable_prefix_caching=enable_prefix_caching, **limits)
 
 
 def make_request(name: str, num_prompt: int, *, seed: int = 0, arrival: float = 0.0, **params):
@@ -38,32 +43,50 @@ def next_token(seq: Sequence) -> int:
 
 
 class FakeExecutor:
-    """Keeps, for each slot, which token of which sequence it holds.
+    """Keeps, for each slot, the tokens that what it holds was computed from.
 
-    Every step first writes, then checks that what it would attend to is really there: a block
-    lent to two sequences, a table that moved or a token that was skipped fails at once.
+    Every step first copies, then writes, then checks that what it would attend to is really there:
+    a block lent to two sequences, a table that moved, a copy that was forgotten, a hit on what has
+    not been computed or a token that was skipped fails at once.
     """
 
     def __init__(self, memory: BlockManager, sample: Callable[[Sequence], int] = next_token):
         self.memory = memory
         self.sample = sample
-        self.slots: dict[int, tuple[int, int, int]] = {}  # slot -> (sequence, position, token)
+        self.slots: dict[int, tuple[object, ...]] = {}
 
     def run(self, batch: ScheduledBatch) -> list[int]:
+        size = self.memory.block_size
+        copied = [
+            (target * size + i, self.slots.get(source * size + i))
+            for source, target in batch.copies
+            for i in range(size)
+        ]
+        for slot, content in copied:
+            self.slots[slot] = content
         chunks = [(seq, seq.num_tokens - 1, seq.num_tokens) for seq in batch.decodes]
         chunks += [
             (chunk.seq, chunk.start, chunk.start + chunk.num_tokens) for chunk in batch.prefills
         ]
         assert len({seq.seq_id for seq, _, _ in chunks}) == len(chunks), "one entry per sequence"
+        written: set[int] = set()
         for seq, start, end in chunks:
             assert start == seq.num_computed_tokens
             for position in range(start, end):
-                self.slots[self._slot(seq, position)] = self._content(seq, position)
+                slot = self._slot(seq, position)
+                assert slot not in written, "two sequences write to one slot"
+                written.add(slot)
+                self.slots[slot] = self._content(seq, position)
         for seq, _, end in chunks:
             for position in range(end):
                 assert self.slots[self._slot(seq, position)] == self._content(seq, position)
-        sampled = [seq for seq, _, end in chunks if end == seq.num_tokens]
-        return [self.sample(seq) for seq in sampled]
+        return [self.sample(seq) for seq in batch.sampled]
+
+    def logprobs(self, batch: ScheduledBatch) -> list[TokenLogprobs | None]:
+        """Stand-ins that depend on the sequence's tokens alone, for those who need them."""
+        return [
+            _logprobs(seq) if seq.request.params.wants_candidates else None for seq in batch.sampled
+        ]
 
     def _slot(self, seq: Sequence, position: int) -> int:
         block_size = self.memory.block_size
@@ -71,15 +94,23 @@ class FakeExecutor:
         return block * block_size + position % block_size
 
     @staticmethod
-    def _content(seq: Sequence, position: int) -> tuple[int, int, int]:
-        return seq.seq_id, position, seq.token_ids[position]
+    def _content(seq: Sequence, position: int) -> tuple[object, ...]:
+        return seq.request.params.cache_salt, *seq.token_ids[: position + 1]
+
+
+def _logprobs(seq: Sequence) -> TokenLogprobs:
+    rng = np.random.default_rng(seq.token_ids)
+    row = np.log(rng.dirichlet(np.ones(VOCAB_SIZE)))
+    top = sorted(enumerate(row.tolist()), key=lambda pair: -pair[1])
+    return TokenLogprobs(float(row[0]), tuple(top[:20]))
 
 
 def run_step(scheduler: Scheduler, executor: FakeExecutor) -> ScheduledBatch:
     """One iteration; fails if it has nothing to do or a block has leaked."""
     batch = scheduler.schedule()
     assert batch.num_tokens > 0
-    scheduler.update(batch, executor.run(batch))
+    tokens, logprobs = executor.run(batch), executor.logprobs(batch)
+    scheduler.update(batch, tokens, logprobs)
     executor.memory.check_invariants()
     return batch
 

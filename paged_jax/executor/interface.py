@@ -3,20 +3,12 @@
 from dataclasses import dataclass
 from typing import Protocol
 
-from paged_jax.scheduling.batch import ScheduledBatch
-
-
-@dataclass(frozen=True, slots=True)
-class TokenLogprobs:
-    """Log-probabilities at one sampled token, of the raw logits."""
-
-    sampled: float
-    top: tuple[tuple[int, float], ...]  # (token, log-probability), most likely first
+from paged_jax.scheduling.batch import ScheduledBatch, TokenLogprobs
 
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """One iteration's outcome: a token for each decode, then for each completing chunk."""
+    """One iteration's outcome: a token for each of the batch's `sampled`."""
 
     tokens: list[int]
     logprobs: list[TokenLogprobs | None]  # aligned with tokens; None where not asked for

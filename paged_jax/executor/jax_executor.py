@@ -14,7 +14,7 @@ from paged_jax.attention import PagedAttention
 from paged_jax.decode import decode_step, head_step, prefill_step
 from paged_jax.executor.buckets import bucket_of, padded
 from paged_jax.executor.decode_rows import DecodeRows
-from paged_jax.executor.interface import StepResult, TokenLogprobs
+from paged_jax.executor.interface import StepResult
 from paged_jax.executor.prefill_arrays import PrefillArrays, PrefillShape, prefill_arrays
 from paged_jax.executor.sampling_rows import needs_history, sampling_batch, sampling_rows
 from paged_jax.kv_cache import PagedKVCache
@@ -23,7 +23,7 @@ from paged_jax.models.config import ModelConfig
 from paged_jax.models.shapes import expected_shapes
 from paged_jax.models.split import Params, nest
 from paged_jax.sampling import ArrayLike, Sampled, SamplingBatch
-from paged_jax.scheduling.batch import PrefillChunk, ScheduledBatch
+from paged_jax.scheduling.batch import PrefillChunk, ScheduledBatch, TokenLogprobs
 from paged_jax.scheduling.request import Sequence
 from paged_jax.warm_up import WarmUp
 

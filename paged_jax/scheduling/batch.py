@@ -1,18 +1,32 @@
-"""What one iteration computes: the scheduler's decision as plain data."""
+"""What one iteration computes: the scheduler's decision as plain data, and what comes back."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from paged_jax.scheduling.request import Sequence
 
 
+@dataclass(frozen=True, slots=True)
+class TokenLogprobs:
+    """Log-probabilities at one sampled token, of the raw logits."""
+
+    sampled: float
+    top: tuple[tuple[int, float], ...]  # (token, log-probability), most likely first
+
+
 @dataclass(slots=True, eq=False)
 class PrefillChunk:
-    """Compute `seq.token_ids[start : start + num_tokens]`; their slots are allocated."""
+    """Compute `seq.token_ids[start : start + num_tokens]`; their slots are allocated.
+
+    `forks` are siblings that sample from the same last token, each with its own random stream, and
+    share the sequence's blocks from then on.
+    """
 
     seq: Sequence
     start: int
     num_tokens: int
-    # Whether the chunk reaches the sequence's last token: only then a token is sampled.
+    forks: list[Sequence] = field(default_factory=list)
+    # Whether the chunk reaches the sequence's last token: only then is a token sampled.
     completes: bool = field(init=False)
 
     def __post_init__(self) -> None:
@@ -23,14 +37,15 @@ class PrefillChunk:
 class ScheduledBatch:
     """One iteration.
 
-    A decode computes `seq.token_ids[-1]` at position `seq.num_tokens - 1`, whose slot is
-    allocated. The executor answers with one sampled token for each decode, in order, then one for
-    each prefill chunk that completes, in order.
+    First of all blocks are copied: every source is read before any target is written. A decode
+    computes `seq.token_ids[-1]` at position `seq.num_tokens - 1`, whose slot is allocated. The
+    executor answers with a token for each of `sampled`, in order.
     """
 
     prefills: list[PrefillChunk]
     decodes: list[Sequence]
     preempted: list[Sequence]  # those that lost their blocks, youngest first
+    copies: list[tuple[int, int]] = field(default_factory=list)  # blocks: (source, target)
 
     @property
     def num_prefill_tokens(self) -> int:
@@ -44,4 +59,17 @@ class ScheduledBatch:
     @property
     def num_samples(self) -> int:
         """Tokens that the executor answers with."""
-        return len(self.decodes) + sum(chunk.completes for chunk in self.prefills)
+        firsts = sum(1 + len(chunk.forks) for chunk in self.prefills if chunk.completes)
+        return len(self.decodes) + firsts
+
+    @property
+    def sampled(self) -> list[Sequence]:
+        """The sequences that get a token: decodes, then completing chunks with their forks."""
+        return [*self.decodes, *self.first_sampled()] if self.prefills else self.decodes
+
+    def first_sampled(self) -> Iterator[Sequence]:
+        """Those whose token comes from a prefill."""
+        for chunk in self.prefills:
+            if chunk.completes:
+                yield chunk.seq
+                yield from chunk.forks

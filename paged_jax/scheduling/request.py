@@ -5,6 +5,7 @@ import itertools
 from dataclasses import dataclass, field
 from typing import Literal
 
+from paged_jax.scheduling.beam_search import BeamSearch
 from paged_jax.scheduling.sampling_params import SamplingParams
 
 FinishReason = Literal["stop", "length", "abort", "error"]
@@ -27,13 +28,14 @@ class Sequence:
     """
 
     __slots__ = (
+        "candidates",  # likeliest next tokens of a beam that waits for those of the other beams
+        "cumulative_logprob",  # of what was generated, where steps report log-probabilities
         "end_token_ids",  # frozenset of those that end it; the scheduler adds EOS
         "finish_reason",  # FinishReason | None
-        "index",  # which of the request's n sequences
+        "index",  # which of the request's sequences
         "max_num_tokens",  # length at which it ends, prompt included
         "min_num_tokens",  # length below which no token ends it, prompt included
         "num_computed_tokens",  # tokens whose keys and values are in the cache
-        "num_preemptions",
         "num_prompt_tokens",
         "request",
         "sampling_seed",  # uint32: its own random stream
@@ -53,7 +55,8 @@ class Sequence:
         self.max_num_tokens = self.num_prompt_tokens + params.max_tokens
         self.min_num_tokens = self.num_prompt_tokens + params.min_tokens
         self.num_computed_tokens = 0
-        self.num_preemptions = 0
+        self.cumulative_logprob = 0.0
+        self.candidates: tuple[tuple[int, float], ...] | None = None  # (token, log-probability)
         self.status = SequenceStatus.WAITING
         self.finish_reason: FinishReason | None = None
         self.stop_reason: int | str | None = None
@@ -76,6 +79,16 @@ class Sequence:
         return self.token_ids[self.num_prompt_tokens :]
 
     @property
+    def is_fresh(self) -> bool:
+        """Whether nothing has been generated."""
+        return len(self.token_ids) == self.num_prompt_tokens
+
+    @property
+    def num_places(self) -> int:
+        """How many sequences it will be: a beam search starts as one."""
+        return (self.is_fresh and self.request.params.beam_width) or 1
+
+    @property
     def max_num_slots(self) -> int:
         """The most KV slots it can come to need."""
         return self.max_num_tokens - 1
@@ -83,6 +96,14 @@ class Sequence:
     @property
     def is_finished(self) -> bool:
         return self.status is SequenceStatus.FINISHED
+
+    def branch(self) -> "Sequence":
+        """A sequence of the same request that goes on from the same tokens."""
+        other = Sequence(self.request, self.index)
+        other.token_ids = self.token_ids.copy()
+        other.num_computed_tokens = self.num_computed_tokens
+        other.status = self.status
+        return other
 
     def __repr__(self) -> str:
         return (
@@ -93,10 +114,11 @@ class Sequence:
 
 @dataclass(slots=True, eq=False)
 class Request:
-    """A prompt, how to continue it, and the `n` sequences that do.
+    """A prompt, how to continue it, and the sequences that do.
 
-    `seed` is `params.seed`, or one that the engine chose; `arrival_time` is in seconds on the
-    engine's monotonic clock. ValueError for an empty prompt.
+    They are `params.num_sequences` from the start, or the live beams of a search: one until the
+    prompt is computed, then `beam_width`. `seed` is `params.seed`, or one that the engine chose;
+    `arrival_time` is in seconds on the engine's monotonic clock. ValueError for an empty prompt.
     """
 
     request_id: str
@@ -105,11 +127,16 @@ class Request:
     arrival_time: float
     seed: int
     sequences: list[Sequence] = field(init=False, repr=False)
+    beam_search: BeamSearch | None = field(init=False, default=None, repr=False)
+    # Leading prompt tokens that were in the cache when it was first admitted; None before.
+    num_cached_tokens: int | None = field(init=False, default=None)
+    num_preemptions: int = field(init=False, default=0)  # of all its sequences
 
     def __post_init__(self) -> None:
         if not self.prompt_token_ids:
             raise ValueError(f"request {self.request_id!r}: the prompt is empty")
-        self.sequences = [Sequence(self, index) for index in range(self.params.n)]
+        count = 1 if self.params.beam_width else self.params.num_sequences
+        self.sequences = [Sequence(self, index) for index in range(count)]
 
     @property
     def is_finished(self) -> bool:

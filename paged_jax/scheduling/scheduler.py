@@ -8,15 +8,23 @@ It is preempted only if no younger one is left to preempt, that is if it cannot 
 which `add` has ruled out. The token budget is at least `max_num_seqs` and decodes take one token
 each, so it always leaves one for a running sequence that is not fully prefilled. Hence each
 iteration computes at least one token of the oldest sequence, and it ends.
+
+The beams of a search count as one sequence in this: they stand side by side, are preempted
+together, and go on when all of them have been computed. A sequence waits while a sibling is being
+prefilled, to share what that computes; the sibling is older.
 """
 
 import collections.abc
-from bisect import bisect_left
 from collections import deque
+from itertools import chain
 
 from paged_jax.memory.interface import MemoryManager
 from paged_jax.memory.usage import MemoryUsage
-from paged_jax.scheduling.batch import PrefillChunk, ScheduledBatch
+from paged_jax.scheduling import beams
+from paged_jax.scheduling.batch import PrefillChunk, ScheduledBatch, TokenLogprobs
+from paged_jax.scheduling.beam_search import BeamSearch
+from paged_jax.scheduling.fitting import check_fits, num_slots_needed
+from paged_jax.scheduling.prefill_sizes import fit_to_sizes
 from paged_jax.scheduling.request import FinishReason, Request, Sequence, SequenceStatus
 
 
@@ -31,6 +39,8 @@ class Scheduler:
     watermark: fraction of the blocks that admission leaves free for running sequences to grow.
     prefill_sizes: tokens of a prefill step that the executor computes without padding, ascending;
         none: any number.
+    enable_prefix_caching: whether requests share what they have in common; sequences of one
+        request always do.
     """
 
     def __init__(
@@ -44,6 +54,7 @@ class Scheduler:
         eos_token_ids: collections.abc.Iterable[int],
         watermark: float = 0.01,
         prefill_sizes: collections.abc.Sequence[int] = (),
+        enable_prefix_caching: bool = True,
     ):
         limits = {
             "max_num_seqs": max_num_seqs,
@@ -67,6 +78,7 @@ class Scheduler:
         self.max_prefill_seqs = max_prefill_seqs
         self._prefill_sizes = tuple(prefill_sizes)
         self._eos_token_ids = frozenset(eos_token_ids)
+        self._enable_prefix_caching = enable_prefix_caching
         self._watermark_blocks = int(watermark * memory.num_total_blocks)
 
         self._requests: dict[str, Request] = {}  # those not finished
@@ -93,44 +105,39 @@ class Scheduler:
 
     def add(self, request: Request) -> None:
         """Queue a request; ValueError with the numbers if it can never fit."""
-        name = f"request {request.request_id!r}"
         if request.request_id in self._requests:
-            raise ValueError(f"{name} is running already; give each request an id of its own")
-        self._check_fits(name, request)
-        self._requests[request.request_id] = request
-        ending = frozenset(request.params.stop_token_ids)
-        if not request.params.ignore_eos:
+            raise ValueError(
+                f"request {request.request_id!r} is running already; give each request an id of "
+                "its own"
+            )
+        check_fits(
+            request,
+            self.memory,
+            max_model_len=self.max_model_len,
+            max_num_seqs=self.max_num_seqs,
+        )
+        params = request.params
+        ending = frozenset(params.stop_token_ids)
+        if not params.ignore_eos:
             ending |= self._eos_token_ids
+        if params.beam_width:
+            request.beam_search = BeamSearch(
+                params.beam_width,
+                params.length_penalty,
+                params.early_stopping,
+                ending,
+                len(request.prompt_token_ids),
+                request.sequences[0].max_num_tokens,
+            )
+        self._requests[request.request_id] = request
         for seq in request.sequences:
             seq.end_token_ids = ending
             self._waiting.append(seq)
 
-    def _check_fits(self, name: str, request: Request) -> None:
-        num_prompt, max_tokens = len(request.prompt_token_ids), request.params.max_tokens
-        if num_prompt >= self.max_model_len:
-            raise ValueError(
-                f"{name}: a prompt of {num_prompt} tokens leaves no room to generate one within "
-                f"max_model_len {self.max_model_len}; shorten the prompt"
-            )
-        if num_prompt + max_tokens > self.max_model_len:
-            raise ValueError(
-                f"{name}: a prompt of {num_prompt} tokens and max_tokens {max_tokens} make "
-                f"{num_prompt + max_tokens}, beyond max_model_len {self.max_model_len}; shorten "
-                f"the prompt or set max_tokens to at most {self.max_model_len - num_prompt}"
-            )
-        num_slots = request.sequences[0].max_num_slots
-        memory = self.memory
-        if not memory.can_ever_hold(num_slots):
-            raise ValueError(
-                f"{name}: a prompt of {num_prompt} tokens and max_tokens {max_tokens} can need "
-                f"{-(-num_slots // memory.block_size)} blocks of {memory.block_size} slots, the "
-                f"pool has {memory.num_total_blocks}; give it more blocks or lower max_tokens"
-            )
-
     def schedule(self) -> ScheduledBatch:
         """Plan an iteration and allocate its slots; not empty while there is work."""
         preempted = self._grow_decoding()
-        decodes = self._decoding.copy()
+        decodes = [seq for seq in self._decoding if seq.candidates is None]
         prefills: list[PrefillChunk] = []
         budget = self.max_num_batched_tokens - len(decodes)
         # Those whose chunk the last iteration cut short, or left out; they kept to its limits.
@@ -140,94 +147,145 @@ class Scheduler:
         # Who has just been preempted would be the first to come in, only to be thrown out again.
         if not preempted:
             self._admit(prefills, budget)
-        self._fit_to_sizes(prefills)
-        return ScheduledBatch(prefills, decodes, preempted)
+        if not decodes and not prefills:
+            # Nothing older than what waits. Beams may hold blocks twice, computed side by side with
+            # another request: they start again, and find one of each in the cache.
+            if self._decoding:
+                preempted += self._preempt(self._decoding[-1])
+            self._admit(prefills, budget)
+        fit_to_sizes(prefills, self._prefill_sizes)
+        self._add_forks(prefills)
+        return ScheduledBatch(prefills, decodes, preempted, self.memory.take_copies())
 
     def _grow_decoding(self) -> list[Sequence]:
         """Allocate a slot for each decode, oldest first; returns those preempted for it."""
         preempted: list[Sequence] = []
-        append = self.memory.append
+        append, running = self.memory.append, SequenceStatus.RUNNING
         for seq in self._decoding:  # a preemption cuts this list at its end
             while not append(seq.seq_id, len(seq.token_ids)):
-                victim = (self._prefilling or self._decoding).pop()
-                self._preempt(victim)
-                preempted.append(victim)
-                if victim is seq:
+                preempted += self._preempt((self._prefilling or self._decoding)[-1])
+                if seq.status is not running:
                     break
         return preempted
 
-    def _preempt(self, seq: Sequence) -> None:
-        self.memory.free(seq.seq_id)
-        self.num_preemptions += 1
-        self.num_recomputed_tokens += seq.num_computed_tokens
-        seq.num_preemptions += 1
-        seq.num_computed_tokens = 0
-        seq.status = SequenceStatus.WAITING
-        self._waiting.appendleft(seq)  # older than all that wait
+    def _preempt(self, victim: Sequence) -> list[Sequence]:
+        """Take its blocks from the youngest sequence; if it is a beam, from all of its search."""
+        request = victim.request
+        group = [victim] if request.beam_search is None else request.sequences
+        preempted = [seq for seq in reversed(group) if seq.status is SequenceStatus.RUNNING]
+        for seq in preempted:
+            self.memory.free(seq.seq_id)
+            (self._decoding if seq in self._decoding else self._prefilling).remove(seq)
+            self.num_preemptions += 1
+            self.num_recomputed_tokens += seq.num_computed_tokens
+            request.num_preemptions += 1
+            seq.num_computed_tokens = 0
+            seq.candidates = None
+            seq.status = SequenceStatus.WAITING
+            self._waiting.appendleft(seq)  # older than all that wait
+        return preempted
 
     def _admit(self, prefills: list[PrefillChunk], budget: int) -> None:
-        waiting = self._waiting
-        num_running = self.num_running
-        while (
-            waiting
-            and budget > 0
-            and num_running < self.max_num_seqs
-            and len(prefills) < self.max_prefill_seqs
-        ):
+        waiting, prefilling = self._waiting, self._prefilling
+        num_taken = self._num_taken_places
+        while waiting and budget > 0 and len(prefills) < self.max_prefill_seqs:
             seq = waiting[0]
-            if not self.memory.allocate(
+            request = seq.request
+            if num_taken + seq.num_places > self.max_num_seqs:
+                return
+            if prefilling and prefilling[-1].request is request:
+                return
+            num_cached = self.memory.allocate(
                 seq.seq_id,
-                len(seq.token_ids),
+                seq.token_ids,
+                salt=self._salt(request),
                 max_num_tokens=seq.max_num_slots,
-                keep_free_blocks=self._watermark_blocks if num_running else 0,
-            ):
+                keep_free_blocks=0 if self._is_alone(request) else self._watermark_blocks,
+            )
+            if num_cached is None:
                 return
             waiting.popleft()
             seq.status = SequenceStatus.RUNNING
-            self._prefilling.append(seq)
-            num_running += 1
+            seq.num_computed_tokens = num_cached
+            if request.num_cached_tokens is None:
+                request.num_cached_tokens = num_cached
+            prefilling.append(seq)
+            num_taken += seq.num_places
             budget -= _add_chunk(prefills, seq, budget)
 
-    def _fit_to_sizes(self, prefills: list[PrefillChunk]) -> None:
-        """Leave tokens for the next iteration where too much of the step would be padding.
+    def _is_alone(self, request: Request) -> bool:
+        """Whether nothing of another request runs; what runs is older than what waits."""
+        oldest = next(chain(self._decoding, self._prefilling), None)
+        return oldest is None or oldest.request is request
 
-        The executor fills up a step to the next of its sizes. Where that is a quarter of it or
-        more, the last chunks are cut down to the size below.
+    @property
+    def _num_taken_places(self) -> int:
+        """Sequences that run, and beams that will when their prompt is computed."""
+        return len(self._decoding) + sum(seq.num_places for seq in self._prefilling)
+
+    def _salt(self, request: Request) -> collections.abc.Hashable:
+        """Sequences of equal salts find each other's blocks."""
+        return request.params.cache_salt if self._enable_prefix_caching else (request.request_id,)
+
+    def _add_forks(self, prefills: list[PrefillChunk]) -> None:
+        """Let siblings start with a completed prompt, each with a slot and a block to diverge in.
+
+        Those for which there is no room wait and find its blocks in the cache.
         """
-        num_tokens = sum(chunk.num_tokens for chunk in prefills)
-        at = bisect_left(self._prefill_sizes, num_tokens)
-        if not 0 < at < len(self._prefill_sizes) or 4 * num_tokens > 3 * self._prefill_sizes[at]:
-            return
-        excess = num_tokens - self._prefill_sizes[at - 1]
-        while excess > 0:
-            chunk = prefills.pop()
-            if chunk.num_tokens > excess:
-                prefills.append(PrefillChunk(chunk.seq, chunk.start, chunk.num_tokens - excess))
-            excess -= chunk.num_tokens
+        room: int | None = None
+        for chunk in prefills:
+            request = chunk.seq.request
+            if len(request.sequences) == 1 or not (chunk.completes and chunk.seq.is_fresh):
+                continue
+            if room is None:
+                room = min(self.max_num_seqs - self._num_taken_places, self.memory.num_free_blocks)
+            waiting = SequenceStatus.WAITING
+            siblings = [s for s in request.sequences if s.status is waiting and s.is_fresh]
+            chunk.forks = siblings[:room]
+            room -= len(chunk.forks)
 
     def update(
-        self, batch: ScheduledBatch, sampled: collections.abc.Sequence[int]
+        self,
+        batch: ScheduledBatch,
+        sampled: collections.abc.Sequence[int],
+        logprobs: collections.abc.Sequence[TokenLogprobs | None] = (),
     ) -> list[Sequence]:
         """Take in an iteration's results; returns the sequences that it finished.
 
-        `sampled`: one token for each decode, then one for each chunk that completes. What was
-        finished or aborted since the batch was scheduled is passed over.
+        `sampled`: a token for each of the batch's `sampled`; `logprobs` likewise, at least of
+        those whose `wants_candidates` is set. What was finished or aborted since the batch was
+        scheduled is passed over.
         """
         decodes = batch.decodes
         if len(sampled) != batch.num_samples:
             raise ValueError(f"{len(sampled)} tokens for {batch.num_samples} samples")
         running = SequenceStatus.RUNNING
+        block_size, publish = self.memory.block_size, self.memory.publish
         ended: list[Sequence] = []
         for seq, token in zip(decodes, sampled, strict=False):
             if seq.status is running:
                 token_ids = seq.token_ids
                 seq.num_computed_tokens = num_tokens = len(token_ids)
+                if not num_tokens % block_size:
+                    publish(seq.seq_id, token_ids, num_tokens)
+                if seq.request.beam_search is not None:
+                    continue
                 token_ids.append(token)
                 if num_tokens + 1 >= seq.max_num_tokens or token in seq.end_token_ids:
                     ended.append(seq)
         if batch.prefills:
             self._update_prefills(batch, sampled[len(decodes) :], ended)
-        return [seq for seq in ended if self._end(seq)]
+        searching: dict[str, Request] = {}
+        for seq, row in zip(batch.sampled, logprobs, strict=False):
+            if row is not None and seq.status is running:
+                seq.cumulative_logprob += row.sampled
+                if seq.request.beam_search is not None:
+                    seq.candidates = row.top
+                    searching[seq.request.request_id] = seq.request
+        finished = [seq for seq in ended if self._end(seq)]
+        for request in searching.values():
+            finished += self._advance_beams(request)
+        return finished
 
     def _update_prefills(
         self,
@@ -238,15 +296,50 @@ class Scheduler:
         first_tokens = iter(sampled)
         for chunk in batch.prefills:
             seq = chunk.seq
-            token = next(first_tokens) if chunk.completes else None
+            tokens = [next(first_tokens) for _ in (seq, *chunk.forks)] if chunk.completes else []
             if seq.status is not SequenceStatus.RUNNING:
                 continue
             seq.num_computed_tokens += chunk.num_tokens
-            if token is not None:
-                seq.token_ids.append(token)
-                self._prefilling.remove(seq)
-                self._decoding.append(seq)
-                ended.append(seq)
+            self.memory.publish(seq.seq_id, seq.token_ids, seq.num_computed_tokens)
+            if not chunk.completes:
+                continue
+            self._prefilling.remove(seq)
+            started = [seq]
+            for fork in chunk.forks:
+                if fork.status is SequenceStatus.WAITING:
+                    self.memory.fork(seq.seq_id, fork.seq_id)
+                    self._waiting.remove(fork)
+                    fork.status = SequenceStatus.RUNNING
+                    fork.num_computed_tokens = seq.num_computed_tokens
+                    started.append(fork)
+            self._decoding += started
+            if seq.request.beam_search is not None:
+                continue
+            for started_seq, token in zip((seq, *chunk.forks), tokens, strict=True):
+                if started_seq in started:
+                    started_seq.token_ids.append(token)
+                    ended.append(started_seq)
+
+    def _advance_beams(self, request: Request) -> list[Sequence]:
+        """Take a step of the search if all its beams have candidates; returns those that end."""
+        if any(seq.candidates is None for seq in request.sequences):
+            return []
+        search = request.beam_search
+        assert search is not None
+        try:
+            old = beams.advance(request, self.memory)
+        except ValueError:
+            reason: FinishReason = "error"
+        else:
+            if not search.is_done:
+                at = self._decoding.index(old[0])
+                self._decoding[at : at + len(old)] = request.sequences
+                return []
+            reason = "stop"
+        ending = request.sequences
+        for seq in ending:
+            self.finish(seq, reason)
+        return ending
 
     def _end(self, seq: Sequence) -> bool:
         """Finish the sequence if its newest token ends it."""
@@ -287,6 +380,22 @@ class Scheduler:
         for seq in aborted:
             self.finish(seq, "abort")
         return aborted
+
+    def pin(self, token_ids: collections.abc.Sequence[int], salt: str | None) -> int:
+        """Keep a prefix's blocks in the cache; returns how many of its tokens they hold.
+
+        ValueError, and nothing changes, if a request that waits or runs could not finish with
+        what is left.
+        """
+        num_tokens = self.memory.pin(token_ids, salt)
+        needs = [num_slots_needed(r, self.memory.block_size) for r in self._requests.values()]
+        if needs and not self.memory.can_ever_hold(max(needs)):
+            self.memory.unpin(token_ids, salt)
+            raise ValueError(
+                f"pinning {num_tokens} tokens leaves less than the {max(needs)} slots that a "
+                "request in work can need; pin before adding it, or give the pool more blocks"
+            )
+        return num_tokens
 
     def memory_usage(self) -> MemoryUsage:
         """Where the KV slots are now."""

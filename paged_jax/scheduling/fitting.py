@@ -1,0 +1,53 @@
+"""Refusal of what can never be served, with the numbers."""
+
+from paged_jax.memory.interface import MemoryManager
+from paged_jax.scheduling.request import Request
+
+
+def check_fits(
+    request: Request, memory: MemoryManager, *, max_model_len: int, max_num_seqs: int
+) -> None:
+    """ValueError unless the request can finish when it is alone."""
+    name = f"request {request.request_id!r}"
+    params = request.params
+    num_prompt, max_tokens = len(request.prompt_token_ids), params.max_tokens
+    if num_prompt >= max_model_len:
+        raise ValueError(
+            f"{name}: a prompt of {num_prompt} tokens leaves no room to generate one within "
+            f"max_model_len {max_model_len}; shorten the prompt"
+        )
+    if num_prompt + max_tokens > max_model_len:
+        raise ValueError(
+            f"{name}: a prompt of {num_prompt} tokens and max_tokens {max_tokens} make "
+            f"{num_prompt + max_tokens}, beyond max_model_len {max_model_len}; shorten the prompt "
+            f"or set max_tokens to at most {max_model_len - num_prompt}"
+        )
+    if params.beam_width and params.beam_width > max_num_seqs:
+        raise ValueError(
+            f"{name}: beam_width {params.beam_width} is more than max_num_seqs {max_num_seqs}, and "
+            "beams run together"
+        )
+    if not memory.can_ever_hold(num_slots_needed(request, memory.block_size)):
+        size = memory.block_size
+        beams = f" in {params.beam_width} beams" if params.beam_width else ""
+        raise ValueError(
+            f"{name}: a prompt of {num_prompt} tokens and max_tokens {max_tokens}{beams} can need "
+            f"{-(-num_slots_needed(request, size) // size)} blocks of {size} slots, the pool has "
+            f"{memory.num_total_blocks} and {memory.num_pinned_blocks} of them are pinned; give it "
+            "more blocks or lower max_tokens"
+        )
+
+
+def num_slots_needed(request: Request, block_size: int) -> int:
+    """The most slots, in whole blocks, that the request needs to make progress.
+
+    Sequences of a sample run on their own, each in its turn if need be. Beams run together; they
+    share the prompt's full blocks, and at worst no other.
+    """
+    num_slots = request.sequences[0].max_num_slots
+    beam_width = request.params.beam_width
+    if not beam_width:
+        return num_slots
+    num_blocks = -(-num_slots // block_size)
+    num_shared = min(len(request.prompt_token_ids) // block_size, num_blocks)
+    return (num_shared + beam_width * (num_blocks - num_shared)) * block_size
