@@ -169,7 +169,7 @@ def test_a_preempted_sequence_prefills_its_prompt_and_output_together():
     victim = second.sequences[0]
     assert victim.status is SequenceStatus.WAITING
     assert victim.num_computed_tokens == 0
-    assert victim.num_preemptions == 1
+    assert second.num_preemptions == 1
     num_tokens = victim.num_tokens
     assert num_tokens > 3
     while victim.status is SequenceStatus.WAITING:
@@ -208,15 +208,13 @@ class RecordingManager(BlockManager):
     """Notes what is asked of it, and denies the appends it is told to."""
 
     def __init__(self, num_blocks: int, block_size: int):
-        super().__init__(num_blocks, block_size)
+        super().__init__(num_blocks, block_size, enable_prefix_caching=False)
         self.max_num_tokens: list[int] = []
         self.num_denials = 0
 
-    def allocate(self, seq_id, num_tokens, *, max_num_tokens, keep_free_blocks=0):
-        self.max_num_tokens.append(max_num_tokens)
-        return super().allocate(
-            seq_id, num_tokens, max_num_tokens=max_num_tokens, keep_free_blocks=keep_free_blocks
-        )
+    def allocate(self, seq_id, token_ids, **limits):
+        self.max_num_tokens.append(limits["max_num_tokens"])
+        return super().allocate(seq_id, token_ids, **limits)
 
     def append(self, seq_id, num_tokens):
         if self.num_denials:

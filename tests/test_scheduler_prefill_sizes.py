@@ -17,13 +17,14 @@ SIZES = (16, 32, 64, 96, 128)
 
 def scheduler_of(prompt_lens: list[int], *, sizes=SIZES, budget=128, **limits) -> Scheduler:
     scheduler = Scheduler(
-        BlockManager(1000, 4),
+        BlockManager(1000, 4, enable_prefix_caching=False),
         max_num_seqs=limits.get("max_num_seqs", 32),
         max_num_batched_tokens=budget,
         max_model_len=1024,
         max_prefill_seqs=limits.get("max_prefill_seqs", 8),
         eos_token_ids=(),
         prefill_sizes=sizes,
+        enable_prefix_caching=False,
     )
     for i, n in enumerate(prompt_lens):
         params = SamplingParams(max_tokens=3)
