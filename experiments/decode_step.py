@@ -29,15 +29,16 @@ from tqdm import tqdm
 
 from experiments import reporting
 from paged_jax import kv_cache
-from paged_jax.attention import PagedAttention
+from paged_jax.attention_choice import AttentionChoice, choose_attention
 from paged_jax.decode import NUM_LOGPROBS, decode_step
+from paged_jax.executor.buckets import MIN_PREFILL_TOKENS
 from paged_jax.executor.sampling_rows import sampling_batch, sampling_rows
 from paged_jax.kv_cache import LayerCache, PagedKVCache
+from paged_jax.limits import Limits
 from paged_jax.loading import load_model
 from paged_jax.models.config import ModelConfig
 from paged_jax.models.split import Params, bind, nest
 from paged_jax.sampling import Sampled, SamplingBatch, sample
-from pallas_kernels.paged_attention import resolve
 
 _MODEL = flags.DEFINE_string("model", "smollm2", "A model's name or path.")
 _DTYPE = flags.DEFINE_string("dtype", "float32", "Of weights and cache.")
@@ -51,6 +52,15 @@ _TABLE_TOKENS = flags.DEFINE_list(
 _ROUNDS = flags.DEFINE_integer("rounds", 10, "Timed steps of each kind and case.", lower_bound=1)
 _SEED = flags.DEFINE_integer("seed", 0, "Of tokens and of the order of the blocks.", lower_bound=0)
 _OUT_DIR = flags.DEFINE_string("out_dir", "out/decode_step", "Where the results go.")
+
+
+class Shape(NamedTuple):
+    """What a case runs; lengths in tokens."""
+
+    batch: int
+    context: int
+    block_size: int
+    table_tokens: int
 
 
 class Case(NamedTuple):
@@ -127,10 +137,32 @@ class Stepper:
         return time.perf_counter() - start
 
 
+def attention_of(config: ModelConfig, shape: Shape) -> AttentionChoice:
+    """The paged attention that the flags ask for; ValueError where it refuses."""
+    limits = Limits(
+        dtype=_DTYPE.value,
+        block_size=shape.block_size,
+        num_blocks=None,
+        max_num_seqs=shape.batch,
+        max_num_batched_tokens=MIN_PREFILL_TOKENS,
+        max_model_len=None,
+        max_prefill_seqs=1,
+    )
+    return choose_attention(
+        config,
+        limits,
+        shape.table_tokens,
+        decode=_ATTENTION.value,
+        prefill="xla",  # not run
+        interpret=False,
+    )
+
+
 def make_steppers(
-    config: ModelConfig, params: Params, batch: int, context: int, block_size: int, table: int
+    config: ModelConfig, params: Params, shape: Shape, choice: AttentionChoice
 ) -> tuple[Stepper, Stepper]:
     """(contiguous, paged) steps over random caches of ``batch`` rows of ``context`` tokens."""
+    batch, context, block_size, table = shape
     rng = np.random.default_rng(_SEED.value)
     blocks_per_row = -(-context // block_size)
     num_blocks = batch * blocks_per_row + 1
@@ -141,13 +173,13 @@ def make_steppers(
     history = np.zeros((batch, 1), np.int32)
     sampling = jax.device_put(sampling_batch(sampling_rows([], batch), history))
 
-    def random_cache(rows: int, row_tokens: int) -> PagedKVCache:
+    def random_cache(rows: int, row_tokens: int, head_size: int) -> PagedKVCache:
         empty = kv_cache.create(
             num_layers=config.num_layers,
             num_blocks=rows,
             num_kv_heads=config.num_kv_heads,
             block_size=row_tokens,
-            head_dim=config.head_dim,
+            head_dim=head_size,
             dtype=_DTYPE.value,
         )
         key = jax.random.key(_SEED.value)
@@ -156,29 +188,33 @@ def make_steppers(
     scale = config.head_dim**-0.5
     args = jax.device_put((tokens, context_lens - 1))
     contiguous = partial(contiguous_attention, scale)
-    paged = PagedAttention(scale, config.sliding_window, impl=resolve(_ATTENTION.value))
     tables, context_lens = jax.device_put((tables, context_lens))
     return (
         Stepper(
             lambda cache: contiguous_step(
                 params, cache, *args, context_lens, sampling, config=config, attend=contiguous
             ),
-            random_cache(batch, context),
+            random_cache(batch, context, config.head_dim),
         ),
         Stepper(
             lambda cache: decode_step(
-                params, cache, *args, tables, context_lens, sampling, config=config, attention=paged
+                params,
+                cache,
+                *args,
+                tables,
+                context_lens,
+                sampling,
+                config=config,
+                attention=choice.attention,
             ),
-            random_cache(num_blocks, block_size),
+            random_cache(num_blocks, block_size, choice.cache_head_size),
         ),
     )
 
 
-def run_case(
-    config: ModelConfig, params: Params, batch: int, context: int, block_size: int, table: int
-) -> Case:
+def run_case(config: ModelConfig, params: Params, shape: Shape, choice: AttentionChoice) -> Case:
     """Time the two steps in turn."""
-    steppers = make_steppers(config, params, batch, context, block_size, table)
+    steppers = make_steppers(config, params, shape, choice)
     for stepper in steppers:
         stepper.seconds()  # compiles
         stepper.seconds()
@@ -187,7 +223,7 @@ def run_case(
     ratios = seconds[:, 1] / seconds[:, 0]
     low, ratio, high = np.quantile(ratios, [0.25, 0.5, 0.75])
     return Case(
-        *(batch, context, block_size, table),
+        *shape,
         *(float(x) for x in (contiguous_ms, paged_ms, ratio, low, high)),
     )
 
@@ -216,7 +252,6 @@ def main() -> None:
     contexts = reporting.integers(_CONTEXT, 1)
     block_sizes = reporting.integers(_BLOCK_SIZE, 1)
     widths = reporting.integers(_TABLE_TOKENS, 0)
-    resolve(_ATTENTION.value)
     out_dir = reporting.make_out_dir(_OUT_DIR.value)
     model = load_model(_MODEL.value, _DTYPE.value)
     if model.config.sliding_window is not None:
@@ -227,20 +262,27 @@ def main() -> None:
     params = nest({name: jax.device_put(x) for name, x in model.weights.items()})
 
     grid = [
-        (b, c, s, max(w, c)) for b in batches for c in contexts for s in block_sizes for w in widths
+        Shape(b, c, s, max(w, c))
+        for b in batches
+        for c in contexts
+        for s in block_sizes
+        for w in widths
     ]
+    choices = [attention_of(model.config, shape) for shape in grid]
     cases = []
-    with tqdm(grid, unit="case") as bar:
-        for batch, context, block_size, table in bar:
-            bar.set_postfix_str(f"batch {batch}, context {context}, block {block_size}")
-            cases.append(run_case(model.config, params, batch, context, block_size, table))
+    with tqdm(zip(grid, choices, strict=True), total=len(grid), unit="case") as bar:
+        for shape, choice in bar:
+            bar.set_postfix_str(
+                f"batch {shape.batch}, context {shape.context}, block {shape.block_size}"
+            )
+            cases.append(run_case(model.config, params, shape, choice))
 
     reporting.report_cases(
         f"Decode step of {model.config.name}",
         [case._asdict() for case in cases],
         out_dir,
         _MODEL,
-        attention=resolve(_ATTENTION.value),
+        attention=sorted({choice.attention.decode_impl for choice in choices}),
     )
     plot(cases, str(out_dir / "ratio.png"))
     print(f"results in {out_dir}")

@@ -140,7 +140,11 @@ _DTYPE = flags.DEFINE_enum(
     "Of weights and KV cache; auto: float32 on a CPU, bfloat16 on a GPU.",
 )
 _ATTENTION = flags.DEFINE_string(
-    "attention", "auto", "An implementation of paged attention by name, such as xla or reference."
+    "attention", "auto", "Paged attention of decode steps: xla, mosaic_gpu, another, or auto."
+)
+_PREFILL_ATTENTION = flags.DEFINE_string("prefill_attention", "auto", "The same of prefill steps.")
+_INTERPRET_KERNELS = flags.DEFINE_bool(
+    "interpret_kernels", False, "Run Pallas kernels in Pallas' interpreter: no GPU needed, slow."
 )
 
 _WARM_UP = flags.DEFINE_enum(
@@ -174,6 +178,8 @@ def main() -> None:
         max_model_len=_MAX_MODEL_LEN.value,
         dtype=_DTYPE.value,
         attention=_ATTENTION.value,
+        prefill_attention=_PREFILL_ATTENTION.value,
+        interpret_kernels=_INTERPRET_KERNELS.value,
         seed=_SEED.value,
     )
     try:
@@ -268,6 +274,7 @@ def engine_facts(engine: Engine) -> dict[str, Any]:
         "model": engine.config.name,
         "dtype": engine.dtype,
         "attention": engine.attention,
+        "prefill_attention": engine.prefill_attention,
         "block_size": engine.block_size,
         "num_blocks": engine.num_blocks,
         "max_num_seqs": engine.max_num_seqs,

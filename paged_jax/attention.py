@@ -42,11 +42,13 @@ class PrefillIndex(NamedTuple):
 
 @dataclass(frozen=True)
 class PagedAttention:
-    """Static part of a layer's attention. ``impl`` names one of pallas_kernels' implementations."""
+    """Static part of a layer's attention; implementations are named as in `pallas_kernels`."""
 
     scale: float
     sliding_window: int | None
-    impl: str
+    decode_impl: str
+    prefill_impl: str
+    interpret: bool = False  # run Pallas kernels in Pallas' interpreter
 
     def decode(
         self, cache: LayerCache, index: DecodeIndex, q: Array, k: Array, v: Array
@@ -60,7 +62,8 @@ class PagedAttention:
             index.context_lens,
             scale=self.scale,
             sliding_window=self.sliding_window,
-            impl=self.impl,
+            impl=self.decode_impl,
+            interpret=self.interpret,
         )
         assert isinstance(out, Array)
         return out, cache
@@ -79,7 +82,8 @@ class PagedAttention:
             index.query_starts,
             scale=self.scale,
             sliding_window=self.sliding_window,
-            impl=self.impl,
+            impl=self.prefill_impl,
+            interpret=self.interpret,
         )
         packed = result.out.reshape(-1, *q.shape[1:])[index.place_of]
         return packed, cache

@@ -18,6 +18,7 @@ import numpy as np
 from tqdm import tqdm
 
 from paged_jax import kv_cache, pool_size
+from paged_jax.attention_choice import choose_attention
 from paged_jax.compilation import use_persistent_cache
 from paged_jax.engine_core import EngineCore, Iteration, IterationStats
 from paged_jax.executor.buckets import prefill_buckets
@@ -35,7 +36,6 @@ from paged_jax.scheduling.sampling_params import SamplingParams
 from paged_jax.scheduling.scheduler import Scheduler
 from paged_jax.tracking import RequestRecord, SequenceRecord
 from paged_jax.warm_up import WarmUp
-from pallas_kernels.paged_attention import resolve
 
 
 class Engine:
@@ -52,7 +52,9 @@ class Engine:
     max_prefill_seqs: prompts prefilled in one step.
     watermark: fraction of the blocks that admission leaves free for running sequences to grow.
     dtype: of weights and cache; "auto": float32 on a CPU, bfloat16 on a GPU.
-    attention: an implementation by name, or "auto" (`pallas_kernels.paged_attention`).
+    attention, prefill_attention: an implementation of `pallas_kernels.paged_attention` for either
+        step, by name, or "auto".
+    interpret_kernels: run Pallas kernels in Pallas' interpreter, which needs no GPU and is slow.
     seed: of requests that bring none.
     warm_up: compile every step in the background; one that is needed before has priority. `warm_up`
         waits until all are there, so that no request ever waits for one.
@@ -74,6 +76,8 @@ class Engine:
         watermark: float = 0.01,
         dtype: str = "auto",
         attention: str = "auto",
+        prefill_attention: str = "auto",
+        interpret_kernels: bool = False,
         seed: int = 0,
         warm_up: bool = True,
         on_iteration: Callable[[IterationStats], None] | None = None,
@@ -93,27 +97,23 @@ class Engine:
         self.dtype, self.block_size = limits.dtype, limits.block_size
         self.max_num_seqs = limits.max_num_seqs
         self.max_num_batched_tokens = limits.max_num_batched_tokens
-        self.attention = resolve(attention)
         self._seeds = np.random.default_rng(integer("seed", seed, low=0))
         self._next_seed = int(self._seeds.integers(2**32))
-        weight_type = weight_dtype(self.dtype)
         use_persistent_cache()
 
         self.config = model.config if isinstance(model, LoadedModel) else load_config(model)
-        limit = self.config.max_position_embeddings
-        self.max_model_len = limits.max_model_len or limit
-        if not 1 < self.max_model_len <= limit:
-            raise ValueError(
-                f"max_model_len must be between 2 and {limit}, for which {self.config.name} was "
-                f"made; got {self.max_model_len}"
-            )
-        self.num_blocks = pool_size.num_blocks(
+        self.max_model_len = limits.model_len(self.config)
+        attend, head_size = choose_attention(
             self.config,
-            limits.num_blocks,
-            block_size=self.block_size,
-            dtype=self.dtype,
-            max_num_seqs=self.max_num_seqs,
-            max_model_len=self.max_model_len,
+            limits,
+            self.max_model_len,
+            decode=attention,
+            prefill=prefill_attention,
+            interpret=interpret_kernels,
+        )
+        self.attention, self.prefill_attention = attend.decode_impl, attend.prefill_impl
+        self.num_blocks = pool_size.num_blocks(
+            self.config, limits, self.max_model_len, cache_head_size=head_size
         )
         memory = BlockManager(self.num_blocks + 1, self.block_size)
         cache = kv_cache.create(
@@ -121,7 +121,7 @@ class Engine:
             num_blocks=self.num_blocks + 1,
             num_kv_heads=self.config.num_kv_heads,
             block_size=self.block_size,
-            head_dim=self.config.head_dim,
+            head_dim=head_size,
             dtype=self.dtype,
         )
         buckets = prefill_buckets(self.max_num_batched_tokens)
@@ -139,7 +139,7 @@ class Engine:
             self.config,
             cache,
             memory,
-            attention=self.attention,
+            attention=attend,
             max_num_seqs=self.max_num_seqs,
             prefill_buckets=buckets,
             max_prefill_seqs=limits.max_prefill_seqs,
@@ -149,11 +149,9 @@ class Engine:
             self.executor.warm_up = WarmUp(self.executor.lowerings())
         try:
             loaded = model if isinstance(model, LoadedModel) else load_model(model, self.dtype)
+            kind = weight_dtype(self.dtype)
             self.executor.params = nest(
-                {
-                    name: jax.device_put(x.astype(weight_type, copy=False))
-                    for name, x in loaded.weights.items()
-                }
+                {n: jax.device_put(x.astype(kind, copy=False)) for n, x in loaded.weights.items()}
             )
         except BaseException:
             self.close()

@@ -5,6 +5,7 @@ from numbers import Integral
 from typing import Any
 
 from paged_jax.loading.arrays import weight_dtype
+from paged_jax.models.config import ModelConfig
 
 # A laptop's compute saturates early.
 _CPU = {"dtype": "float32", "max_num_seqs": 32, "max_num_batched_tokens": 256}
@@ -45,6 +46,17 @@ class Limits:
             max_prefill_seqs=integer("max_prefill_seqs", given["max_prefill_seqs"]),
             **optional,
         )
+
+    def model_len(self, config: ModelConfig) -> int:
+        """The longest sequence, in tokens; ValueError for more than the model was made for."""
+        limit = config.max_position_embeddings
+        length = self.max_model_len or limit
+        if not 1 < length <= limit:
+            raise ValueError(
+                f"max_model_len must be between 2 and {limit}, for which {config.name} was made; "
+                f"got {length}"
+            )
+        return length
 
 
 def _or(value: Any, default: Any) -> Any:

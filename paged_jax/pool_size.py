@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 
 from paged_jax.kv_cache import bytes_per_block
+from paged_jax.limits import Limits
 from paged_jax.models.config import ModelConfig
 from paged_jax.models.shapes import num_parameters
 
@@ -15,24 +16,24 @@ HOST_POOL_BYTES = 1 << 30  # at most, where the cache lives in host memory
 
 def num_blocks(
     config: ModelConfig,
-    wanted: int | None,
-    *,
-    block_size: int,
-    dtype: str,
-    max_num_seqs: int,
+    limits: Limits,
     max_model_len: int,
+    *,
+    cache_head_size: int,
 ) -> int:
     """Blocks of the pool, the null block not counted.
 
-    ``wanted`` None: for ``max_num_seqs`` sequences of ``max_model_len`` tokens, or as many as fit
-    in `GPU_MEMORY_SHARE` of a GPU's memory beside the weights, or in `HOST_POOL_BYTES` on a CPU.
+    Where ``limits`` does not say: for ``max_num_seqs`` sequences of ``max_model_len`` tokens, or as
+    many as fit in `GPU_MEMORY_SHARE` of a GPU's memory beside the weights, or in `HOST_POOL_BYTES`
+    on a CPU.
     ValueError for more than the device's memory holds, and where not even one block fits.
     """
+    wanted, dtype, block_size = limits.num_blocks, limits.dtype, limits.block_size
     per_block = bytes_per_block(
         num_layers=config.num_layers,
         num_kv_heads=config.num_kv_heads,
         block_size=block_size,
-        head_dim=config.head_dim,
+        head_dim=cache_head_size,
         dtype=dtype,
     )
     device = jax.devices()[0]
@@ -58,4 +59,4 @@ def num_blocks(
             f"a block of {block_size} slots takes {per_block} bytes, {room} are left for the KV "
             "cache; use a smaller model or block_size"
         )
-    return min(fitting, max_num_seqs * -(-max_model_len // block_size))
+    return min(fitting, limits.max_num_seqs * -(-max_model_len // block_size))

@@ -16,6 +16,9 @@ from paged_cases import Case, expected, make_case
 
 from pallas_kernels.paged_attention import (
     IMPLEMENTATIONS,
+    AttentionOptions,
+    Call,
+    choose,
     paged_attention,
     paged_prefill_attention,
     resolve,
@@ -291,10 +294,14 @@ def test_xla_results_are_bitwise_the_same_for_block_sizes_that_divide_its_chunk(
 
 
 def test_auto_is_an_implementation_and_an_unknown_name_is_refused():
-    assert resolve("auto") in IMPLEMENTATIONS
-    assert resolve("reference") == "reference"
+    case = make_case(np.random.default_rng(0), [3], block_size=4, max_blocks=2)
+    B, T, Hq, D = case.q.shape
+    P, Hk, S, _ = case.k_cache.shape
+    call = Call(B, T, Hq, Hk, D, S, P, 2, case.q.dtype, AttentionOptions(SCALE), target=None)
+    assert resolve("auto", call) == choose(call).impl in IMPLEMENTATIONS
+    assert resolve("reference", call) == "reference"
     with pytest.raises(ValueError, match=r"unknown attention 'flash'.*reference"):
-        resolve("flash")
+        resolve("flash", call)
 
 
 def wrong(name: str, replacement: np.ndarray) -> tuple[np.ndarray, ...]:
@@ -309,7 +316,7 @@ def wrong(name: str, replacement: np.ndarray) -> tuple[np.ndarray, ...]:
     ("name", "replacement", "message"),
     [
         ("q", np.zeros((2, 4, 16), np.float32), r"q must have 4 axes.*\(2, 4, 16\)"),
-        ("q", np.zeros((2, 1, 4, 8), np.float32), "head size 8, the cache 16"),
+        ("q", np.zeros((2, 1, 4, 32), np.float32), "head size 32, the cache only 16"),
         ("q", np.zeros((2, 1, 3, 16), np.float32), "3 query heads are not a multiple of 2"),
         ("q", np.zeros((3, 1, 4, 16), np.float32), "has 2 rows, q has 3"),
         ("q", np.zeros((2, 1, 4, 16), np.float16), "differ in dtype: float16, float32"),

@@ -29,7 +29,7 @@ CONFIG = ModelConfig(
     max_position_embeddings=256,
 )
 S, NUM_BLOCKS, MAX_LEN, MAX_CHUNKS = 16, 40, 256, 4
-ATTENTION = PagedAttention(CONFIG.head_dim**-0.5, None, impl="xla")
+ATTENTION = PagedAttention(CONFIG.head_dim**-0.5, None, "xla", "xla")
 STATIC = {"config": CONFIG, "attention": ATTENTION}
 
 

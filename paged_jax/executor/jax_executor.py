@@ -42,18 +42,13 @@ class JaxExecutor:
         cache: PagedKVCache,
         memory: MemoryManager,
         *,
-        attention: str,
+        attention: PagedAttention,
         max_num_seqs: int,
         prefill_buckets: Seq[int],
         max_prefill_seqs: int,
         max_model_len: int,
     ):
-        self._static: dict[str, Any] = {
-            "config": config,
-            "attention": PagedAttention(
-                config.head_dim**-0.5, config.sliding_window, impl=attention
-            ),
-        }
+        self._static: dict[str, Any] = {"config": config, "attention": attention}
         self.params: Params = {}
         self.cache = cache
         self.warm_up: WarmUp | None = None

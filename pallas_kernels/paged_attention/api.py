@@ -23,6 +23,7 @@ IMPLEMENTATIONS = Registry(
     {
         "reference": "pallas_kernels.paged_attention.reference",
         "xla": "pallas_kernels.paged_attention.xla",
+        "mosaic_gpu": "pallas_kernels.paged_attention.mosaic_gpu",
     },
 )
 

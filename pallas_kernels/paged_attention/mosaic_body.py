@@ -1,0 +1,174 @@
+"""Attention of the queries of a program to its share of the context, tile by tile.
+
+One warpgroup. Scores are computed transposed, S^T = K Q^T, and so is the output, O^T = V^T P: the
+tokens, many, are rows of the products, the queries, few, are columns.
+"""
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import jax.numpy as jnp
+from jax import Array, lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels.paged_attention.mosaic_tiles import Tiles
+from pallas_kernels.paged_attention.spec import AttentionOptions
+from pallas_kernels.paged_attention.splits import LOWEST
+
+Ref = Any
+LOG2_E = math.log2(math.e)
+
+
+def load(ref: Ref, layout: Any) -> Array:
+    return plgpu.load(ref, layout=layout, optimized=False)
+
+
+def store(ref: Ref, x: Array) -> None:
+    """Store to global memory, whole lines or not."""
+    if hasattr(plgpu, "store"):  # JAX 0.12; before it, plain stores may miss whole lines
+        plgpu.store(ref, x, optimized=False)
+    else:
+        ref[...] = x
+
+
+@dataclass(frozen=True)
+class View:
+    """What the queries of a program see: slots in (floor, limit), by column."""
+
+    first: Array  # the first slot that any column sees, 0 or more
+    end: Array  # one past the last, 0 or more
+    query_tile: Array
+    context: Array
+    start: Array  # position of query 0
+
+    @staticmethod
+    def of(
+        tiles: Tiles, options: AttentionOptions, query_tile: Array, context: Array, start: Array
+    ) -> "View":
+        earliest = start + tiles.column_query(query_tile, jnp.int32(0))
+        latest = start + jnp.minimum(
+            tiles.column_query(query_tile, jnp.int32(tiles.columns - 1)), tiles.num_queries - 1
+        )
+        end = jnp.maximum(jnp.minimum(context, latest + 1), 0)
+        first = jnp.int32(0)
+        if options.sliding_window is not None:
+            first = jnp.maximum(earliest + 1 - options.sliding_window, 0)
+        return View(first, end, query_tile, context, start)
+
+
+@dataclass(frozen=True)
+class Compute:
+    """The products and the online softmax of a program."""
+
+    tiles: Tiles
+    options: AttentionOptions
+    dtype: Any
+    view: View
+
+    @property
+    def _acc(self) -> Any:
+        return plgpu.Layout.MMA_ACC(self.dtype)
+
+    @property
+    def _lhs(self) -> Any:
+        return plgpu.Layout.MMA_LHS(self.dtype)
+
+    @property
+    def _rhs(self) -> Any:
+        return plgpu.Layout.MMA_RHS(self.dtype)
+
+    def _full(self, shape: tuple[int, ...], value: float) -> Array:
+        layout = self._acc if len(shape) == 2 else self._acc.reduce(0)
+        return plgpu.layout_cast(jnp.full(shape, value, jnp.float32), layout)
+
+    def _iota(self, shape: tuple[int, int], axis: int, layout: Any) -> Array:
+        return plgpu.layout_cast(lax.broadcasted_iota(jnp.int32, shape, axis), layout)
+
+    def _mma(self, acc: Array, a: Array, b: Array) -> Array:
+        if self.options.interpret:  # which knows no mma
+            return acc + jnp.dot(a.astype(jnp.float32), b.astype(jnp.float32))
+        return plgpu.mma(acc, a, b)
+
+    def start(self) -> tuple[Array, Array, Array]:
+        """(output^T [D, columns], largest score [columns], sum of weights [rows, columns])."""
+        tiles = self.tiles
+        return (
+            self._full((tiles.head_size, tiles.columns), 0),
+            self._full((tiles.columns,), LOWEST),
+            self._full((tiles.rows, tiles.columns), 0),
+        )
+
+    def _visible(self, first_token: Array) -> Array:
+        """Which columns see which rows of a tile, bool[rows, columns]."""
+        tiles, view = self.tiles, self.view
+        shape = (tiles.rows, tiles.columns)
+        row, column = (self._iota(shape, axis, self._acc) for axis in (0, 1))
+        token = tiles.row_token(row) + first_token
+        end = jnp.minimum(view.context, first_token + tiles.tokens)
+        visible = token < end
+        position = view.start + tiles.column_query(view.query_tile, column)
+        visible &= token <= position
+        if self.options.sliding_window is not None:
+            visible &= token > position - self.options.sliding_window
+        if tiles.heads > 1:
+            visible &= tiles.row_head(row) == tiles.column_head(view.query_tile, column)
+        return visible
+
+    def scores(self, q: Array, k_smem: Ref, first_token: Array) -> Array:
+        """Scores in powers of two, f32[rows, columns]; -inf where masked."""
+        tiles, options = self.tiles, self.options
+        zero = self._full((tiles.rows, tiles.columns), 0)
+        scores = self._mma(zero, load(k_smem, self._lhs), q)
+        if options.soft_cap is None:
+            scores = scores * (options.scale * LOG2_E)
+        else:
+            # cap * tanh(x / cap), from one exponential.
+            e = jnp.exp2(scores * (2 * LOG2_E * options.scale / options.soft_cap))
+            scores = options.soft_cap * LOG2_E * (1 - 2 / (e + 1))
+        return jnp.where(self._visible(first_token), scores, -jnp.inf)
+
+    def clear_padding(self, v_smem: Ref) -> None:
+        """Put zeros into the rows of all stages' values that no copy writes."""
+        written = self.tiles.heads * self.tiles.tokens
+        if padding := self.tiles.rows - written:
+            for stage in range(v_smem.shape[0]):
+                rows = v_smem.at[stage, pl.ds(written, padding)]
+                rows[...] = jnp.zeros((padding, self.tiles.head_size), self.dtype)
+
+    def clear_values(self, v_smem: Ref, first_token: Array) -> None:
+        """Put zeros into rows of values that nothing sees: 0 times the NaN they may hold is NaN."""
+        tiles, view = self.tiles, self.view
+        outside = (first_token + tiles.tokens > view.end) | (first_token < view.first)
+
+        @pl.when(outside)
+        def _() -> None:
+            layout = self._lhs
+            token = tiles.row_token(self._iota((tiles.rows, tiles.head_size), 0, layout))
+            token = token + first_token
+            seen = (token >= view.first) & (token < view.end)
+            values = load(v_smem, layout)
+            v_smem[...] = jnp.where(seen, values, jnp.zeros((), self.dtype))
+
+    def step(
+        self,
+        carry: tuple[Array, Array, Array],
+        q: Array,
+        k_smem: Ref,
+        v_smem: Ref,
+        p_smem: Ref,
+        first_token: Array,
+    ) -> tuple[Array, Array, Array]:
+        """Take one tile into the carry."""
+        out, top, total = carry
+        scores = self.scores(q, k_smem, first_token)
+        self.clear_values(v_smem, first_token)
+        new_top = jnp.maximum(top, jnp.max(scores, axis=0))
+        shrink = jnp.exp2(top - new_top)
+        weights = jnp.exp2(scores - lax.broadcast_in_dim(new_top, scores.shape, [1]))
+        total = total * lax.broadcast_in_dim(shrink, total.shape, [1]) + weights
+        out = out * lax.broadcast_in_dim(shrink, out.shape, [1])
+        p_smem[...] = weights.astype(self.dtype)
+        out = self._mma(out, load(v_smem.T, self._lhs), load(p_smem, self._rhs))
+        return out, new_top, total

@@ -1,0 +1,29 @@
+"""Attention to a context from attention to shares of it, as flash-decoding computes it."""
+
+import jax.numpy as jnp
+from jax import Array
+from jax.typing import DTypeLike
+
+from pallas_kernels.paged_attention.spec import AttentionResult
+
+# Stands for minus infinity where two are subtracted; below any score.
+LOWEST = -1e38
+
+
+def combine_splits(out: Array, top: Array, total: Array, dtype: DTypeLike) -> AttentionResult:
+    """The result of N splits, all float32, each about its share of the keys.
+
+    out ``[N, B, T, Hq, D]``: sum of exp(score - top) * value; top ``[N, B, T, Hq]``: largest score,
+    `LOWEST` or less where the query sees nothing of the share; total ``[N, B, T, Hq]``: sum of
+    exp(score - top), 0 there. The result's ``out`` has the given dtype.
+    """
+    largest = jnp.maximum(jnp.max(top, axis=0), LOWEST)
+    share = jnp.exp(top - largest)  # [N, B, T, Hq]
+    total = jnp.sum(share * total, axis=0)
+    out = jnp.sum(share[..., None] * out, axis=0)
+    empty = total == 0
+    return AttentionResult(
+        out=(out / jnp.where(empty, 1, total)[..., None]).astype(dtype),
+        max=jnp.where(empty, -jnp.inf, largest),
+        lse=jnp.where(empty, -jnp.inf, largest + jnp.log(total)),
+    )
