@@ -1,4 +1,4 @@
-"""The jitted steps: decode, prefill, and the head that samples a prefilled prompt's first token.
+"""The jitted steps: decode, prefill, the head that samples a prefilled prompt's first token, copy.
 
 Pure functions of parameters, cache and static-shaped arrays. They are compiled once for each
 bucket of rows or tokens, and the cache is donated: it is updated in place, never copied.
@@ -10,7 +10,7 @@ import jax
 from jax import Array
 
 from paged_jax.attention import DecodeIndex, PagedAttention, PrefillIndex
-from paged_jax.kv_cache import PagedKVCache, slots_of
+from paged_jax.kv_cache import PagedKVCache, copy_blocks, slots_of
 from paged_jax.models.config import ModelConfig
 from paged_jax.models.split import Params, bind
 from paged_jax.sampling import Sampled, SamplingBatch, sample
@@ -78,3 +78,13 @@ def head_step(
     """Sample the first token of prompts that a prefill step has completed."""
     logits = bind(config, params).logits(hidden[rows])
     return sample(logits, positions, sampling, num_logprobs=NUM_LOGPROBS)
+
+
+@partial(jax.jit, donate_argnames=("cache",))
+def copy_step(
+    cache: PagedKVCache,
+    sources: Array,  # i32[N], blocks
+    targets: Array,  # i32[N], distinct, but for the null block where N was filled up
+) -> PagedKVCache:
+    """Copy-on-write of an iteration (section 4.4), all blocks at once; the cache is donated."""
+    return copy_blocks(cache, sources, targets)

@@ -11,29 +11,29 @@ import itertools
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import jax
 import numpy as np
 from tqdm import tqdm
 
-from paged_jax import kv_cache, pool_size
+from paged_jax import pool_size
 from paged_jax.attention_choice import choose_attention
 from paged_jax.compilation import use_persistent_cache
+from paged_jax.construction import build
+from paged_jax.decode import NUM_LOGPROBS
 from paged_jax.engine_core import EngineCore, Iteration, IterationStats
-from paged_jax.executor.buckets import prefill_buckets
-from paged_jax.executor.jax_executor import JaxExecutor
 from paged_jax.executor.sampling_rows import check_end_tokens
 from paged_jax.limits import Limits, integer
 from paged_jax.loading import IncrementalDetokenizer, LoadedModel, load_config, load_model
 from paged_jax.loading.arrays import weight_dtype
-from paged_jax.memory.block_manager import BlockManager
+from paged_jax.memory.stats import SharingStats
 from paged_jax.models.split import nest
 from paged_jax.outputs import RequestOutput
 from paged_jax.prompts import Prompt, encode, is_chat, is_single_prompt
 from paged_jax.scheduling.request import Request
 from paged_jax.scheduling.sampling_params import SamplingParams
-from paged_jax.scheduling.scheduler import Scheduler
 from paged_jax.tracking import RequestRecord, SequenceRecord
 from paged_jax.warm_up import WarmUp
 
@@ -51,6 +51,9 @@ class Engine:
     max_model_len: longest sequence, prompt and output; None: what the model was made for.
     max_prefill_seqs: prompts prefilled in one step.
     watermark: fraction of the blocks that admission leaves free for running sequences to grow.
+    enable_prefix_caching: requests use what others have computed of the same beginning, as long as
+        its blocks are not needed (`SamplingParams.cache_salt` keeps requests apart). Sequences of
+        one request share in any case.
     dtype: of weights and cache; "auto": float32 on a CPU, bfloat16 on a GPU.
     attention, prefill_attention: an implementation of `pallas_kernels.paged_attention` for either
         step, by name, or "auto".
@@ -74,6 +77,7 @@ class Engine:
         max_model_len: int | None = None,
         max_prefill_seqs: int = 16,
         watermark: float = 0.01,
+        enable_prefix_caching: bool = True,
         dtype: str = "auto",
         attention: str = "auto",
         prefill_attention: str = "auto",
@@ -103,7 +107,7 @@ class Engine:
 
         self.config = model.config if isinstance(model, LoadedModel) else load_config(model)
         self.max_model_len = limits.model_len(self.config)
-        attend, head_size = choose_attention(
+        choice = choose_attention(
             self.config,
             limits,
             self.max_model_len,
@@ -111,39 +115,19 @@ class Engine:
             prefill=prefill_attention,
             interpret=interpret_kernels,
         )
-        self.attention, self.prefill_attention = attend.decode_impl, attend.prefill_impl
+        self.attention = choice.attention.decode_impl
+        self.prefill_attention = choice.attention.prefill_impl
         self.num_blocks = pool_size.num_blocks(
-            self.config, limits, self.max_model_len, cache_head_size=head_size
+            self.config, limits, self.max_model_len, cache_head_size=choice.cache_head_size
         )
-        memory = BlockManager(self.num_blocks + 1, self.block_size)
-        cache = kv_cache.create(
-            num_layers=self.config.num_layers,
-            num_blocks=self.num_blocks + 1,
-            num_kv_heads=self.config.num_kv_heads,
-            block_size=self.block_size,
-            head_dim=head_size,
-            dtype=self.dtype,
-        )
-        buckets = prefill_buckets(self.max_num_batched_tokens)
-        scheduler = Scheduler(
-            memory,
-            max_num_seqs=self.max_num_seqs,
-            max_num_batched_tokens=self.max_num_batched_tokens,
-            max_model_len=self.max_model_len,
-            max_prefill_seqs=limits.max_prefill_seqs,
-            eos_token_ids=self.config.eos_token_ids,
-            watermark=watermark,
-            prefill_sizes=buckets,
-        )
-        self.executor = JaxExecutor(
+        scheduler, self.executor = build(
             self.config,
-            cache,
-            memory,
-            attention=attend,
-            max_num_seqs=self.max_num_seqs,
-            prefill_buckets=buckets,
-            max_prefill_seqs=limits.max_prefill_seqs,
+            limits,
+            choice,
+            num_blocks=self.num_blocks,
             max_model_len=self.max_model_len,
+            watermark=watermark,
+            enable_prefix_caching=enable_prefix_caching,
         )
         if warm_up:
             self.executor.warm_up = WarmUp(self.executor.lowerings())
@@ -269,9 +253,19 @@ class Engine:
             raise ValueError(
                 f"stop token {outside[0]} is outside the vocabulary of {self.config.vocab_size}"
             )
+        if stream and (params.beam_width or params.num_sequences > params.n):
+            raise ValueError(
+                "beam_width and best_of do not stream: which sequences are best is known at the end"
+            )
+        eos = () if params.ignore_eos else self.config.eos_token_ids
+        num_end_tokens = len({*params.stop_token_ids, *eos})
         if params.min_tokens:
-            eos = () if params.ignore_eos else self.config.eos_token_ids
-            check_end_tokens(len({*params.stop_token_ids, *eos}))
+            check_end_tokens(num_end_tokens)
+        if params.beam_width and params.beam_width + num_end_tokens > NUM_LOGPROBS:
+            raise ValueError(
+                f"beam_width {params.beam_width} and {num_end_tokens} end tokens (EOS and "
+                f"stop_token_ids together) are more than the {NUM_LOGPROBS} candidates of a step"
+            )
         if request_id is not None and not isinstance(request_id, str):
             raise ValueError(f"request_id must be a string, got {request_id!r}")
         request = Request(
@@ -290,6 +284,7 @@ class Engine:
                 else None,
             )
             for seq in request.sequences
+            if params.beam_width is None
         ]
         self.core.scheduler.add(request)
         if params.seed is None:  # one that was refused would have shifted all later ones
@@ -348,7 +343,10 @@ class Engine:
         for seq, token, logprobs in zip(
             iteration.sampled, result.tokens, result.logprobs, strict=True
         ):
-            record = records[seq.seq_id]
+            record = records.get(seq.seq_id)
+            if record is None:
+                self._records[seq.request.request_id].note_search(now)
+                continue
             stop = record.append(token, now, logprobs)
             if stop is not None:
                 self.core.scheduler.finish(seq, "stop", stop)
@@ -371,8 +369,29 @@ class Engine:
         record = self._records.pop(request_id)
         for sequence in record.sequences:
             del self._sequence_records[sequence.seq.seq_id]
-            sequence.finish(self.tokenizer)
-        return record.output()
+        return record.finish(self.tokenizer)
+
+    def pin_prefix(self, prompt: Prompt, *, cache_salt: str | None = None) -> int:
+        """Compute the beginning of later prompts and keep it; returns how many tokens are kept.
+
+        Whole blocks are: requests that begin with these tokens find them in the prefix cache until
+        `unpin_prefix`, however long nobody uses them. ValueError if that would leave a request
+        that waits or runs too little memory.
+        """
+        _, token_ids = encode(prompt, self.tokenizer, self.config.vocab_size)
+        params = SamplingParams(temperature=0, max_tokens=1, seed=0, cache_salt=cache_salt)
+        self.generate(list(token_ids), params, progress=False)
+        return self.core.scheduler.pin(token_ids, cache_salt)
+
+    def unpin_prefix(self, prompt: Prompt, *, cache_salt: str | None = None) -> None:
+        """Let go of a pinned prefix, given as it was; KeyError if it is not pinned."""
+        _, token_ids = encode(prompt, self.tokenizer, self.config.vocab_size)
+        self.core.scheduler.memory.unpin(token_ids, cache_salt)
+
+    @property
+    def sharing_stats(self) -> SharingStats:
+        """Hits of the prefix cache, evictions, forks and copies since the engine was made."""
+        return replace(self.core.scheduler.memory.stats)
 
     def _run(self, ids: list[str], progress: bool) -> list[RequestOutput]:
         """Step until all of these have ended."""

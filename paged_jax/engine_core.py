@@ -67,11 +67,8 @@ class EngineCore:
         usage = self.scheduler.memory_usage() if self.on_iteration else None
         result = self.executor.execute(batch)
         end = self.clock()
-        finished = self.scheduler.update(batch, result.tokens)
-        sampled = batch.decodes
-        if batch.prefills:
-            sampled = sampled + [chunk.seq for chunk in batch.prefills if chunk.completes]
-        return Iteration(batch, sampled, result, finished, usage, start, end)
+        finished = self.scheduler.update(batch, result.tokens, result.logprobs)
+        return Iteration(batch, batch.sampled, result, finished, usage, start, end)
 
     def report(self, iteration: Iteration) -> None:
         """Give an iteration's statistics to the observer, after its outputs were handed over."""

@@ -12,7 +12,8 @@ class CompletionOutput:
 
     ``text`` ends before a stop string or stop token, unless ``include_stop_str_in_output``;
     ``token_ids`` holds all that was generated. ``stop_reason`` is the stop token or string that
-    ended it, None for EOS.
+    ended it, None for EOS. Of a beam search, ``cumulative_logprob`` divided by length to the power
+    of the length penalty is the ``score``.
     """
 
     index: int
@@ -21,6 +22,9 @@ class CompletionOutput:
     finish_reason: FinishReason | None  # None while it runs
     stop_reason: int | str | None
     logprobs: list[TokenLogprobs] | None  # one for each token, where asked for
+    # Of all that was generated; None where neither the caller nor a ranking needs it.
+    cumulative_logprob: float | None = None
+    score: float | None = None  # by which beams are ordered
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +33,7 @@ class RequestMetrics:
 
     arrival_s: float
     first_scheduled_s: float | None
-    token_times_s: list[list[float]]  # when each token of each continuation came
+    token_times_s: list[list[float]]  # of each sequence that ran, or of the beams together
     num_preemptions: int
 
     @property
@@ -43,7 +47,10 @@ class RequestMetrics:
 
 @dataclass(frozen=True, slots=True)
 class RequestOutput:
-    """A request's continuations, ``n`` of them, in order."""
+    """A request's continuations: ``n`` of them, best first where they were ranked.
+
+    ``num_cached_tokens`` of the prompt were in the prefix cache when the request was admitted.
+    """
 
     request_id: str
     prompt: str | None  # None if it came as token ids
@@ -51,3 +58,4 @@ class RequestOutput:
     outputs: list[CompletionOutput]
     finished: bool
     metrics: RequestMetrics = field(repr=False)
+    num_cached_tokens: int = 0

@@ -1,6 +1,6 @@
 """What the caller will want of each request while it runs: text, times, log-probabilities."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from paged_jax.loading import IncrementalDetokenizer
 from paged_jax.loading.transformers_tokenizer import Tokenizer
@@ -82,6 +82,19 @@ class SequenceRecord:
             clean_up_tokenization_spaces=False,
         )
 
+    def output(self) -> CompletionOutput:
+        """A snapshot."""
+        seq, params = self.seq, self.seq.request.params
+        return CompletionOutput(
+            index=seq.index,
+            text=self.shown_text,
+            token_ids=seq.output_token_ids,
+            finish_reason=seq.finish_reason,
+            stop_reason=seq.stop_reason,
+            logprobs=None if params.logprobs is None else list(self.logprobs),
+            cumulative_logprob=seq.cumulative_logprob if params.wants_candidates else None,
+        )
+
 
 @dataclass(slots=True)
 class RequestRecord:
@@ -90,27 +103,38 @@ class RequestRecord:
     request: Request
     prompt: str | None
     streams: bool
-    sequences: list[SequenceRecord]
+    sequences: list[SequenceRecord]  # none for a beam search, which goes on with other beams
     first_scheduled_s: float | None = None
+    beam_times_s: list[float] = field(default_factory=list)  # when each step of the search was made
+
+    def note_search(self, time_s: float) -> None:
+        """Note the time if the search has made a step."""
+        search = self.request.beam_search
+        if search is not None and search.num_tokens > len(self.beam_times_s):
+            self.beam_times_s.append(time_s)
+
+    def finish(self, tokenizer: Tokenizer) -> RequestOutput:
+        """Complete all texts."""
+        for record in self.sequences:
+            record.finish(tokenizer)
+        if self.request.beam_search is None:
+            return self.output()
+        return self._output(beam_outputs(self.request, tokenizer), [self.beam_times_s])
 
     def output(self) -> RequestOutput:
         """A snapshot."""
-        wants_logprobs = self.request.params.logprobs is not None
-        outputs = [
-            CompletionOutput(
-                index=record.seq.index,
-                text=record.shown_text,
-                token_ids=record.seq.output_token_ids,
-                finish_reason=record.seq.finish_reason,
-                stop_reason=record.seq.stop_reason,
-                logprobs=list(record.logprobs) if wants_logprobs else None,
-            )
-            for record in self.sequences
-        ]
+        params = self.request.params
+        outputs = [record.output() for record in self.sequences]
+        if len(outputs) > params.n:
+            outputs.sort(key=lambda output: -(output.cumulative_logprob or 0.0))
+            outputs = [replace(out, index=i) for i, out in enumerate(outputs[: params.n])]
+        return self._output(outputs, [record.token_times_s for record in self.sequences])
+
+    def _output(self, outputs: list[CompletionOutput], times_s: list[list[float]]) -> RequestOutput:
         metrics = RequestMetrics(
             arrival_s=self.request.arrival_time,
             first_scheduled_s=self.first_scheduled_s,
-            token_times_s=[list(record.token_times_s) for record in self.sequences],
+            token_times_s=[list(times) for times in times_s],
             num_preemptions=self.request.num_preemptions,
         )
         return RequestOutput(
@@ -120,4 +144,56 @@ class RequestRecord:
             outputs=outputs,
             finished=self.request.is_finished,
             metrics=metrics,
+            num_cached_tokens=self.request.num_cached_tokens or 0,
         )
+
+
+def beam_outputs(request: Request, tokenizer: Tokenizer) -> list[CompletionOutput]:
+    """The n best hypotheses of a search that is done; of one that was cut short, its n best beams.
+
+    Those have been ended by an abort or an error, whatever they may have become.
+    """
+    search, params = request.beam_search, request.params
+    assert search is not None
+    eos = request.sequences[0].end_token_ids - set(params.stop_token_ids)
+
+    def text(token_ids: list[int], stop_reason: int | None) -> str:
+        hides_last = stop_reason is not None and not params.include_stop_str_in_output
+        return str(
+            tokenizer.decode(
+                token_ids[:-1] if hides_last else token_ids,
+                skip_special_tokens=params.skip_special_tokens,
+                clean_up_tokenization_spaces=False,
+            )
+        )
+
+    if not search.is_done:
+        return [
+            CompletionOutput(
+                index=index,
+                text=text(seq.output_token_ids, None),
+                token_ids=seq.output_token_ids,
+                finish_reason=seq.finish_reason,
+                stop_reason=None,
+                logprobs=None,
+            )
+            for index, seq in enumerate(request.sequences[: params.n])
+        ]
+    outputs = []
+    for index, hypothesis in enumerate(search.hypotheses[: params.n]):
+        last = hypothesis.token_ids[-1]
+        is_stop_token = hypothesis.finish_reason == "stop" and last not in eos
+        stop_reason = last if is_stop_token else None
+        outputs.append(
+            CompletionOutput(
+                index=index,
+                text=text(hypothesis.token_ids, stop_reason),
+                token_ids=hypothesis.token_ids,
+                finish_reason=hypothesis.finish_reason,
+                stop_reason=stop_reason,
+                logprobs=None,
+                cumulative_logprob=hypothesis.cumulative_logprob,
+                score=hypothesis.score,
+            )
+        )
+    return outputs

@@ -2,7 +2,8 @@
 
 Rows stand in the order of the scheduler's running sequences. While the same sequences run, an
 iteration adds one token to each row and, every ``block_size`` tokens, one block to its table; rows
-move only when a sequence joins or leaves.
+move only when a sequence joins or leaves. A block that is copied because others hold it as well is
+the last of its table.
 """
 
 from dataclasses import replace
@@ -45,18 +46,21 @@ class DecodeRows:
         self._no_history: dict[int, jax.Array] = {}
 
     def update(
-        self, seqs: list[Sequence]
+        self, seqs: list[Sequence], *, tables_changed: bool = False
     ) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray, SamplingBatch]:
         """(tokens, positions, block tables, context lengths, sampling) of the bucket's rows.
 
         Call it, or `forget`, in every iteration: a sequence that is missing from one, because it
-        was preempted, comes back with another table.
+        was preempted, comes back with another table. ``tables_changed``: blocks were replaced by
+        copies.
         """
         n = len(seqs)
         bucket = bucket_of(self.buckets, n)
         if seqs != self._seqs:
             self._move_rows(seqs)
             self._set_sampling(bucket)
+        if tables_changed:
+            self._refresh_last_blocks()
         tokens = np.zeros(bucket, np.int32)
         context_lens = np.zeros(bucket, np.int32)
         tokens[:n] = [seq.token_ids[-1] for seq in seqs]
@@ -84,6 +88,11 @@ class DecodeRows:
             shape = (num_rows, self._history.shape[1])
             self._no_history[num_rows] = jax.device_put(np.zeros(shape, np.int32))
         return self._no_history[num_rows]
+
+    def _refresh_last_blocks(self) -> None:
+        for row, seq in enumerate(self._seqs):
+            if last := self._num_blocks[row]:
+                self.block_tables[row, last - 1] = self._memory.block_table(seq.seq_id)[last - 1]
 
     def _grow_table(self, row: int) -> None:
         blocks = self._memory.block_table(self._seqs[row].seq_id)

@@ -11,7 +11,7 @@ import numpy as np
 from jax.stages import Lowered
 
 from paged_jax.attention import PagedAttention
-from paged_jax.decode import decode_step, head_step, prefill_step
+from paged_jax.decode import copy_step, decode_step, head_step, prefill_step
 from paged_jax.executor.buckets import bucket_of, padded
 from paged_jax.executor.decode_rows import DecodeRows
 from paged_jax.executor.interface import StepResult
@@ -57,34 +57,40 @@ class JaxExecutor:
         self._max_model_len = max_model_len
         self._rows = DecodeRows(memory, max_num_seqs=max_num_seqs, max_model_len=max_model_len)
         self._prefill_buckets = prefill_buckets
-        self._head_buckets = sorted({1, min(4, max_prefill_seqs), max_prefill_seqs})
+        # With forks a prefill may start as many sequences as can run.
+        self._head_buckets = sorted({1, min(4, max_prefill_seqs), max_prefill_seqs, max_num_seqs})
+        self._copy_buckets = sorted({min(size, max_num_seqs) for size in (2, 8, max_num_seqs)})
         self.num_padded_tokens = 0  # prefill tokens that were padding, since the start
         self.num_prefill_tokens = 0  # prefill tokens computed, padding included
 
     def execute(self, batch: ScheduledBatch) -> StepResult:
         """Prepare all arrays, dispatch the steps, then wait for their tokens."""
-        completing = [i for i, chunk in enumerate(batch.prefills) if chunk.completes]
-        first_seqs = [batch.prefills[i].seq for i in completing]
+        first_seqs = list(batch.first_sampled())
         if batch.decodes:
-            rows = self._rows.update(batch.decodes)
+            rows = self._rows.update(batch.decodes, tables_changed=bool(batch.copies))
             self._require("decode", len(rows[0]))
         else:
             self._rows.forget()
         if batch.prefills:
             layout = self._prefill_layout(batch.prefills)
             self._require("prefill", len(layout.tokens))
-        if completing:
-            head_rows = self._head_arrays(completing, first_seqs)
+        if first_seqs:
+            head_rows = self._head_arrays(batch.prefills, first_seqs)
             self._require("head", len(head_rows[0]))
+        if batch.copies:
+            copies = self._copy_arrays(batch.copies)
+            self._require("copy", len(copies[0]))
 
         start = time.perf_counter()
         steps: list[tuple[list[Sequence], Sampled]] = []
+        if batch.copies:
+            self.cache = copy_step(self.cache, *copies)
         if batch.decodes:
             self.cache, sampled = decode_step(self.params, self.cache, *rows, **self._static)
             steps.append((batch.decodes, sampled))
         if batch.prefills:
             self.cache, hidden = prefill_step(self.params, self.cache, *layout, **self._static)
-            if completing:
+            if first_seqs:
                 config = self._static["config"]
                 sampled = head_step(self.params, hidden, *head_rows, config=config)
                 steps.append((first_seqs, sampled))
@@ -117,10 +123,22 @@ class JaxExecutor:
             max_blocks=self._rows.block_tables.shape[1],
         )
 
+    def _copy_arrays(self, copies: list[tuple[int, int]]) -> tuple[np.ndarray, np.ndarray]:
+        """(sources, targets), filled up with copies of the null block to itself."""
+        sources, targets = zip(*copies, strict=True)
+        bucket = bucket_of(self._copy_buckets, len(copies))
+        return padded(list(sources), bucket), padded(list(targets), bucket)
+
     def _head_arrays(
-        self, rows: list[int], seqs: list[Sequence]
+        self, chunks: list[PrefillChunk], seqs: list[Sequence]
     ) -> tuple[np.ndarray, np.ndarray, SamplingBatch]:
-        """(rows, positions, sampling) of the prompts that complete."""
+        """(rows, positions, sampling) of the prompts that complete; forks repeat their row."""
+        rows = [
+            row
+            for row, chunk in enumerate(chunks)
+            if chunk.completes
+            for _ in (chunk.seq, *chunk.forks)
+        ]
         bucket = bucket_of(self._head_buckets, len(rows))
         history: ArrayLike = self._rows.no_history(bucket)
         if any(map(needs_history, seqs)):
@@ -161,16 +179,21 @@ class JaxExecutor:
             zeros = np.zeros(bucket, np.int32)
             return head_step.lower(params, hidden, zeros, zeros, sampling(bucket), config=config)
 
+        def copy(bucket: int) -> Lowered:
+            zeros = np.zeros(bucket, np.int32)
+            return copy_step.lower(cache, zeros, zeros)
+
         return {
             **{f"head {bucket}": partial(head, bucket) for bucket in self._head_buckets},
             **{f"prefill {bucket}": partial(prefill, bucket) for bucket in self._prefill_buckets},
             **{f"decode {bucket}": partial(decode, bucket) for bucket in self._rows.buckets},
+            **{f"copy {bucket}": partial(copy, bucket) for bucket in self._copy_buckets},
         }
 
 
 def _logprobs(seqs: list[Sequence], sampled: Sampled) -> list[TokenLogprobs | None]:
     """Fetches the log-probabilities only where a sequence asks for them."""
-    counts = [seq.request.params.logprobs for seq in seqs]
+    counts = [_num_logprobs(seq) for seq in seqs]
     if all(count is None for count in counts):
         return [None] * len(seqs)
     own = np.asarray(sampled.logprobs)
@@ -184,3 +207,11 @@ def _logprobs(seqs: list[Sequence], sampled: Sampled) -> list[TokenLogprobs | No
         )
         for row, count in enumerate(counts)
     ]
+
+
+def _num_logprobs(seq: Sequence) -> int | None:
+    """How many tokens' log-probabilities the sequence needs beside the sampled one's."""
+    search, params = seq.request.beam_search, seq.request.params
+    if search is not None:
+        return search.num_candidates
+    return 0 if params.logprobs is None and params.wants_candidates else params.logprobs

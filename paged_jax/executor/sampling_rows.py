@@ -67,7 +67,7 @@ def sampling_row(seq: Sequence) -> tuple[object, ...]:
         needs_history(seq),
         draws,
         draws and bool(params.top_k or params.top_p < 1 or params.min_p),
-        params.logprobs is not None,
+        params.wants_candidates,
     )
 
 

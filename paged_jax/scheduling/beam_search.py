@@ -106,6 +106,11 @@ class BeamSearch:
         return self._beam_width + len(self._end_token_ids)
 
     @property
+    def num_tokens(self) -> int:
+        """How many tokens each beam has generated: the steps taken."""
+        return self._length
+
+    @property
     def is_done(self) -> bool:
         return self._is_done
 

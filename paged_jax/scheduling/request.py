@@ -102,6 +102,7 @@ class Sequence:
         other = Sequence(self.request, self.index)
         other.token_ids = self.token_ids.copy()
         other.num_computed_tokens = self.num_computed_tokens
+        other.end_token_ids = self.end_token_ids
         other.status = self.status
         return other
 

@@ -8,7 +8,8 @@ from typing import Any, Literal
 
 MAX_LOGPROBS = 20
 MAX_N = 16384  # a request makes n sequences at once
-MAX_BEAM_WIDTH = 10  # a step reports 2 * width candidates of each beam, and at most MAX_LOGPROBS
+# A step reports at most MAX_LOGPROBS candidates of a beam; width + end tokens are needed.
+MAX_BEAM_WIDTH = MAX_LOGPROBS - 1
 
 
 @dataclass(frozen=True, slots=True)

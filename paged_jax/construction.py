@@ -1,0 +1,57 @@
+"""What an engine is made of: scheduler and executor over one memory manager and one cache."""
+
+from paged_jax import kv_cache
+from paged_jax.attention_choice import AttentionChoice
+from paged_jax.executor.buckets import prefill_buckets
+from paged_jax.executor.jax_executor import JaxExecutor
+from paged_jax.limits import Limits
+from paged_jax.memory.block_manager import BlockManager
+from paged_jax.models.config import ModelConfig
+from paged_jax.scheduling.scheduler import Scheduler
+
+
+def build(
+    config: ModelConfig,
+    limits: Limits,
+    attention: AttentionChoice,
+    *,
+    num_blocks: int,
+    max_model_len: int,
+    watermark: float,
+    enable_prefix_caching: bool,
+) -> tuple[Scheduler, JaxExecutor]:
+    """An idle scheduler and an executor without parameters; names as in `paged_jax.Engine`."""
+    memory = BlockManager(
+        num_blocks + 1, limits.block_size, enable_prefix_caching=enable_prefix_caching
+    )
+    cache = kv_cache.create(
+        num_layers=config.num_layers,
+        num_blocks=num_blocks + 1,
+        num_kv_heads=config.num_kv_heads,
+        block_size=limits.block_size,
+        head_dim=attention.cache_head_size,
+        dtype=limits.dtype,
+    )
+    buckets = prefill_buckets(limits.max_num_batched_tokens)
+    scheduler = Scheduler(
+        memory,
+        max_num_seqs=limits.max_num_seqs,
+        max_num_batched_tokens=limits.max_num_batched_tokens,
+        max_model_len=max_model_len,
+        max_prefill_seqs=limits.max_prefill_seqs,
+        eos_token_ids=config.eos_token_ids,
+        watermark=watermark,
+        prefill_sizes=buckets,
+        enable_prefix_caching=enable_prefix_caching,
+    )
+    executor = JaxExecutor(
+        config,
+        cache,
+        memory,
+        attention=attention.attention,
+        max_num_seqs=limits.max_num_seqs,
+        prefill_buckets=buckets,
+        max_prefill_seqs=limits.max_prefill_seqs,
+        max_model_len=max_model_len,
+    )
+    return scheduler, executor
