@@ -163,22 +163,22 @@ class BeamSearch:
     ) -> tuple[list[Branch], list[np.float32], list[tuple[Branch, np.float32]]]:
         """(the k best that go on, their scores, those among the k best of all that end)."""
         k = self._beam_width
-        continuations = [
-            Branch(beam, token) for beam, row in enumerate(candidates) for token, _ in row
-        ]
+        tokens = [token for row in candidates for token, _ in row]
+        beams = [beam for beam, row in enumerate(candidates) for _ in row]
         scores = np.array([logprob for row in candidates for _, logprob in row], np.float32)
-        scores += np.repeat(self._scores, [len(row) for row in candidates])
+        scores += self._scores[beams]
         if np.isnan(scores).any():
             raise ValueError("a log-probability is NaN")
         branches: list[Branch] = []
         branch_scores: list[np.float32] = []
         ending: list[tuple[Branch, np.float32]] = []
         for rank, at in enumerate(np.argsort(-scores, kind="stable").tolist()):
-            if at_limit or continuations[at].token in self._end_token_ids:
+            branch = Branch(beams[at], tokens[at])
+            if at_limit or branch.token in self._end_token_ids:
                 if rank < k:
-                    ending.append((continuations[at], scores[at]))
+                    ending.append((branch, scores[at]))
             else:
-                branches.append(continuations[at])
+                branches.append(branch)
                 branch_scores.append(scores[at])
             if len(branches) == k or (at_limit and len(ending) == k):
                 break
