@@ -103,15 +103,17 @@ class Model:
     def prefill(self, index: int, num_tokens: int) -> None:
         """Plan a chunk of a prompt."""
         seq = self.pick(index)
-        if seq is not None and seq.num_computed < seq.num_prefill and seq.leader is None:
+        if seq is None or seq.planned or seq.leader:
+            return
+        if seq.num_computed < seq.num_prefill:
             seq.planned = min(seq.num_computed + max(1, num_tokens), seq.num_prefill)
 
     def decode(self, index: int) -> None:
         """Plan a sequence's newest token, if all before it are computed."""
         seq = self.pick(index)
-        if seq is None or seq.num_computed < seq.num_prefill or seq.leader or seq.planned:
+        if seq is None or seq.planned or seq.leader:
             return
-        if seq.num_computed == len(seq.tokens):
+        if not seq.num_prefill <= seq.num_computed < len(seq.tokens):
             return
         num_tokens, table = len(seq.tokens), self.manager.block_table(seq.seq_id)
         at, before = (num_tokens - 1) // self.block_size, list(table)
@@ -136,23 +138,32 @@ class Model:
             self.copies[table[at]] = self.copies.get(before[at], before[at])
         seq.planned = seq.num_slots = num_tokens
 
-    def fork(self, index: int) -> None:
-        """Branch off a sequence, between steps or in one that writes for both."""
+    def fork(self, index: int, apart: bool = False) -> None:
+        """Branch off a sequence: between steps, or in one that writes for both.
+
+        `apart`: in a step in which both decode, each a token of its own.
+        """
         parent = self.pick(index)
         if parent is None or len(self.running) >= MAX_RUNNING:
             return
         leader = parent.leader or (parent if parent.planned else None)
+        apart = apart and leader is parent and parent.num_computed >= parent.num_prefill
         if ((leader and leader.planned) or parent.num_computed) < parent.num_prefill:
             return
-        child = Sequence(next(self.ids), parent.salt, list(parent.tokens), leader=leader)
+        child = Sequence(next(self.ids), parent.salt, list(parent.tokens))
+        child.leader = None if apart else leader
         child.num_prefill, child.num_slots = parent.num_prefill, parent.num_slots
         child.num_computed, child.num_published = parent.num_computed, parent.num_published
         num_free = self.manager.num_free_blocks
         self.manager.fork(parent.seq_id, child.seq_id)
         assert self.manager.num_free_blocks == num_free
-        if leader is None and child.num_computed < len(child.tokens):
+        if child.leader is None and child.num_computed < len(child.tokens):
             child.tokens[-1] = 1 - child.tokens[-1]
         self.running.append(child)
+        if apart:
+            self.decode(len(self.running) - 1)
+            if not child.planned:  # the parent would write what the child holds as well
+                self.free(len(self.running) - 1)
 
     def free(self, index: int, comes_back: bool = False) -> None:
         """End a sequence, and those for which it would have written; or preempt it."""

@@ -78,8 +78,9 @@ class MemoryManager(Protocol):
     def fork(self, parent_id: int, child_id: int) -> None:
         """Give a new sequence the table of another, without taking a block.
 
-        Either may go on as soon as what the table holds is computed: not in an iteration that
-        still writes for the parent, because copies come before writes.
+        Where an iteration is to write the parent's blocks, it writes for both: the child is
+        appended to in the next one, as copies come before writes. Only if it is a decode may the
+        child take part in it with a token of its own, and then has to be appended to at once.
         """
 
     def take_copies(self) -> list[tuple[int, int]]:
