@@ -22,16 +22,15 @@ from paged_jax import pool_size
 from paged_jax.attention_choice import choose_attention
 from paged_jax.compilation import use_persistent_cache
 from paged_jax.construction import build
-from paged_jax.decode import NUM_LOGPROBS
 from paged_jax.engine_core import EngineCore, Iteration, IterationStats
-from paged_jax.executor.sampling_rows import check_end_tokens
 from paged_jax.limits import Limits, integer
-from paged_jax.loading import IncrementalDetokenizer, LoadedModel, load_config, load_model
+from paged_jax.loading import LoadedModel, load_config, load_model
 from paged_jax.loading.arrays import weight_dtype
 from paged_jax.memory.stats import SharingStats
 from paged_jax.models.split import nest
 from paged_jax.outputs import RequestOutput
 from paged_jax.prompts import Prompt, encode, is_chat, is_single_prompt
+from paged_jax.request_checks import check_request
 from paged_jax.scheduling.request import Request
 from paged_jax.scheduling.sampling_params import SamplingParams
 from paged_jax.tracking import RequestRecord, SequenceRecord
@@ -249,23 +248,7 @@ class Engine:
         if not isinstance(params, SamplingParams):
             raise ValueError(f"params must be SamplingParams, got {params!r:.80}")
         text, token_ids = encode(prompt, self.tokenizer, self.config.vocab_size)
-        if outside := [t for t in params.stop_token_ids if t >= self.config.vocab_size]:
-            raise ValueError(
-                f"stop token {outside[0]} is outside the vocabulary of {self.config.vocab_size}"
-            )
-        if stream and (params.beam_width or params.num_sequences > params.n):
-            raise ValueError(
-                "beam_width and best_of do not stream: which sequences are best is known at the end"
-            )
-        eos = () if params.ignore_eos else self.config.eos_token_ids
-        num_end_tokens = len({*params.stop_token_ids, *eos})
-        if params.min_tokens:
-            check_end_tokens(num_end_tokens)
-        if params.beam_width and params.beam_width + num_end_tokens > NUM_LOGPROBS:
-            raise ValueError(
-                f"beam_width {params.beam_width} and {num_end_tokens} end tokens (EOS and "
-                f"stop_token_ids together) are more than the {NUM_LOGPROBS} candidates of a step"
-            )
+        check_request(params, self.config, stream=stream)
         if request_id is not None and not isinstance(request_id, str):
             raise ValueError(f"request_id must be a string, got {request_id!r}")
         request = Request(
@@ -275,22 +258,12 @@ class Engine:
             self.core.clock() if arrival_time is None else arrival_time,
             self._next_seed if params.seed is None else params.seed,
         )
-        decodes_early = stream or params.stop_strings
-        sequences = [
-            SequenceRecord(
-                seq,
-                IncrementalDetokenizer(self.tokenizer, params.skip_special_tokens)
-                if decodes_early
-                else None,
-            )
-            for seq in request.sequences
-            if params.beam_width is None
-        ]
+        record = RequestRecord.of(request, text, stream, self.tokenizer)
         self.core.scheduler.add(request)
         if params.seed is None:  # one that was refused would have shifted all later ones
             self._next_seed = int(self._seeds.integers(2**32))
-        self._sequence_records |= {record.seq.seq_id: record for record in sequences}
-        self._records[request.request_id] = RequestRecord(request, text, stream, sequences)
+        self._sequence_records |= {each.seq.seq_id: each for each in record.sequences}
+        self._records[request.request_id] = record
         return request.request_id
 
     def _new_id(self) -> str:

@@ -107,6 +107,23 @@ class RequestRecord:
     first_scheduled_s: float | None = None
     beam_times_s: list[float] = field(default_factory=list)  # when each step of the search was made
 
+    @classmethod
+    def of(
+        cls, request: Request, prompt: str | None, streams: bool, tokenizer: Tokenizer
+    ) -> "RequestRecord":
+        """The record of a request that has just been made."""
+        params = request.params
+        sequences = [] if params.beam_width else request.sequences
+        decodes_early = streams or params.stop_strings
+
+        def detokenizer() -> IncrementalDetokenizer | None:
+            if not decodes_early:
+                return None
+            return IncrementalDetokenizer(tokenizer, params.skip_special_tokens)
+
+        records = [SequenceRecord(seq, detokenizer()) for seq in sequences]
+        return cls(request, prompt, streams, records)
+
     def note_search(self, time_s: float) -> None:
         """Note the time if the search has made a step."""
         search = self.request.beam_search

@@ -29,8 +29,17 @@ def make_scheduler(
     return Scheduler(memory, enable_prefix_caching=enable_prefix_caching, **limits)
 
 
-def make_request(name: str, num_prompt: int, *, seed: int = 0, arrival: float = 0.0, **params):
-    prompt = tuple(1 + (7 * seed + 3 * i) % (VOCAB_SIZE - 1) for i in range(num_prompt))
+def make_request(
+    name: str,
+    num_prompt: int,
+    *,
+    seed: int = 0,
+    prompt_seed: int | None = None,
+    arrival: float = 0.0,
+    **params,
+):
+    start = 7 * (seed if prompt_seed is None else prompt_seed)
+    prompt = tuple(1 + (start + 3 * i) % (VOCAB_SIZE - 1) for i in range(num_prompt))
     return Request(name, prompt, SamplingParams(**params), arrival, seed)
 
 
@@ -139,5 +148,7 @@ def chunks(batch: ScheduledBatch) -> list[tuple[str, int, int]]:
 
 
 def outputs(request: Request) -> list[tuple[list[int], str | None]]:
-    """(generated tokens, finish reason) of each sequence."""
+    """(generated tokens, finish reason) of each sequence, or of each hypothesis of a search."""
+    if request.beam_search is not None:
+        return [(h.token_ids, h.finish_reason) for h in request.beam_search.hypotheses]
     return [(seq.output_token_ids, seq.finish_reason) for seq in request.sequences]

@@ -8,7 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scheduling_fakes import FakeExecutor, make_request, make_scheduler, outputs
 
-from paged_jax.scheduling.request import SequenceStatus
+from paged_jax.scheduling.fitting import num_slots_needed
+from paged_jax.scheduling.request import Sequence, SequenceStatus
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,16 +35,23 @@ def random_load(rng: random.Random) -> Load:
             {
                 "num_prompt": num_prompt,
                 "seed": i,
+                "prompt_seed": rng.choice([i, 0, 0, 1]),  # some begin alike
                 "max_tokens": max_tokens,
-                "min_tokens": rng.randint(0, max_tokens),
-                "n": rng.choice([1, 1, 1, 2, 3]),
                 "ignore_eos": rng.random() < 0.3,
                 "stop_token_ids": rng.choice([(), (3, 4)]),
+                "cache_salt": rng.choice([None, None, "other"]),
             }
         )
-    # From just enough for the longest alone, to plenty.
-    smallest = -(-max(r["num_prompt"] + r["max_tokens"] - 1 for r in requests) // block_size)
-    max_num_seqs = rng.randint(1, 8)
+        if rng.random() < 0.25:
+            beams = {"beam_width": rng.randint(1, 4), "early_stopping": rng.random() < 0.5}
+            requests[-1] |= beams
+        else:
+            samples = {"n": rng.choice([1, 1, 1, 2, 3]), "min_tokens": rng.randint(0, max_tokens)}
+            requests[-1] |= samples
+    # From just enough for the most demanding alone, to plenty.
+    needs = [num_slots_needed(make_request("", **r), block_size) for r in requests]
+    smallest = -(-max(needs) // block_size)
+    max_num_seqs = max(rng.randint(1, 8), *(r.get("beam_width", 1) for r in requests), 1)
     return Load(
         requests=requests,
         arrivals=sorted(rng.randint(0, 30) for _ in requests),
@@ -59,6 +67,7 @@ def random_load(rng: random.Random) -> Load:
             "max_num_batched_tokens": max_num_seqs + rng.choice([0, 1, 7, 200]),
             "max_prefill_seqs": rng.randint(1, 8),
             "watermark": rng.choice([0.0, 0.01, 0.3, 0.9]),
+            "enable_prefix_caching": rng.random() < 0.6,
         },
     )
 
@@ -71,14 +80,22 @@ class Run:
         self.scheduler = make_scheduler(**load.limits)
         self.executor = FakeExecutor(self.scheduler.memory)
         self.requests = [make_request(str(i), **r) for i, r in enumerate(load.requests)]
-        self.sequences = [seq for request in self.requests for seq in request.sequences]
         self.trace: list[tuple] = []  # every decision
+
+    @property
+    def sequences(self) -> list[Sequence]:
+        """Of all requests; beams change from step to step."""
+        return [seq for request in self.requests for seq in request.sequences]
 
     def to_end(self) -> "Run":
         arrivals, iteration = list(zip(self.load.arrivals, self.requests, strict=True)), 0
         # Each iteration after the last arrival computes a token of the oldest, unless it is lost.
         most_iterations = 31 + len(self.load.lost)
-        most_iterations += sum(seq.max_num_slots for seq in self.sequences)
+        most_iterations += sum(
+            seq.max_num_slots * (request.params.beam_width or 1)
+            for request in self.requests
+            for seq in request.sequences
+        )
         while arrivals or self.scheduler.has_work:
             while arrivals and arrivals[0][0] <= iteration:
                 self.scheduler.add(arrivals.pop(0)[1])
@@ -106,11 +123,11 @@ class Run:
             )
         )
         self.check_batch(batch)
-        sampled = self.executor.run(batch)
+        sampled, logprobs = self.executor.run(batch), self.executor.logprobs(batch)
         for index in during:
             scheduler.abort(str(index))
         if not is_lost:
-            assert all(seq.is_finished for seq in scheduler.update(batch, sampled))
+            assert all(seq.is_finished for seq in scheduler.update(batch, sampled, logprobs))
             self.check_memory({c.seq for c in batch.prefills if not c.completes})
         scheduler.memory.check_invariants()
         assert scheduler.num_running <= self.load.limits["max_num_seqs"]
@@ -123,7 +140,8 @@ class Run:
         live = [seq for seq in self.sequences if not seq.is_finished]
         in_batch = [*batch.decodes, *(chunk.seq for chunk in batch.prefills)]
         if live and self.scheduler.has_work:
-            assert in_batch[0] is live[0], "the oldest makes progress in every iteration"
+            oldest = live[0].request  # of its beams, some may wait for the others
+            assert in_batch[0].request is oldest, "the oldest makes progress in every iteration"
         assert batch.num_tokens <= limits["max_num_batched_tokens"]
         assert len(batch.prefills) <= limits["max_prefill_seqs"]
         assert all(chunk.num_tokens > 0 for chunk in batch.prefills)
@@ -142,7 +160,7 @@ class Run:
             if seq.status is SequenceStatus.RUNNING:
                 num_slots = len(memory.block_table(seq.seq_id)) * block_size
                 # The newest token of a decoding sequence has no slot yet.
-                num_needed = seq.num_tokens - (seq not in in_mid_prefill)
+                num_needed = seq.num_tokens - (seq not in in_mid_prefill and not seq.candidates)
                 assert 0 <= num_slots - num_needed < block_size, "less than a block unused"
 
 
@@ -156,7 +174,7 @@ def idle_outputs(arguments: dict, max_model_len: int):
     executor = FakeExecutor(scheduler.memory)
     while scheduler.has_work:
         batch = scheduler.schedule()
-        scheduler.update(batch, executor.run(batch))
+        scheduler.update(batch, executor.run(batch), executor.logprobs(batch))
     return outputs(request)
 
 
@@ -164,6 +182,10 @@ def check_load(load: Load) -> Run:
     run = Run(load).to_end()
     for request, arguments in zip(run.requests, load.requests, strict=True):
         expected = idle_outputs(arguments, load.limits["max_model_len"])
+        if request.beam_search is not None:
+            aborted = any(seq.finish_reason == "abort" for seq in request.sequences)
+            assert aborted or outputs(request) == expected
+            continue
         for seq, (tokens, reason) in zip(request.sequences, expected, strict=True):
             if seq.finish_reason == "abort":
                 assert seq.output_token_ids == tokens[: seq.num_output_tokens]
@@ -185,6 +207,11 @@ def test_a_soak_of_random_loads_sees_preemptions_and_keeps_every_promise():
     assert sum(run.scheduler.num_preemptions for run in runs) > 250
     assert sum(seq.finish_reason == "abort" for run in runs for seq in run.sequences) > 50
     assert sum(seq.finish_reason == "stop" for run in runs for seq in run.sequences) > 50
+    searches = [r for run in runs for r in run.requests if r.beam_search is not None]
+    assert sum(request.num_preemptions > 0 for request in searches) > 50
+    stats = [run.scheduler.memory.stats for run in runs]
+    for name in ("hit_tokens", "evictions", "forks", "copies"):
+        assert sum(getattr(each, name) for each in stats) > 250, name
 
 
 @pytest.mark.parametrize("seed", range(20))

@@ -139,6 +139,24 @@ class Request:
         count = 1 if self.params.beam_width else self.params.num_sequences
         self.sequences = [Sequence(self, index) for index in range(count)]
 
+    def begin(self, eos_token_ids: frozenset[int]) -> None:
+        """Set what ends its sequences, and start its search if it has beams."""
+        params = self.params
+        ending = frozenset(params.stop_token_ids)
+        if not params.ignore_eos:
+            ending |= eos_token_ids
+        for seq in self.sequences:
+            seq.end_token_ids = ending
+        if params.beam_width:
+            self.beam_search = BeamSearch(
+                params.beam_width,
+                params.length_penalty,
+                params.early_stopping,
+                ending,
+                len(self.prompt_token_ids),
+                self.sequences[0].max_num_tokens,
+            )
+
     @property
     def is_finished(self) -> bool:
         return all(seq.is_finished for seq in self.sequences)

@@ -22,7 +22,6 @@ from paged_jax.memory.interface import MemoryManager
 from paged_jax.memory.usage import MemoryUsage
 from paged_jax.scheduling import beams
 from paged_jax.scheduling.batch import PrefillChunk, ScheduledBatch, TokenLogprobs
-from paged_jax.scheduling.beam_search import BeamSearch
 from paged_jax.scheduling.fitting import check_fits, num_slots_needed
 from paged_jax.scheduling.prefill_sizes import fit_to_sizes
 from paged_jax.scheduling.request import FinishReason, Request, Sequence, SequenceStatus
@@ -116,23 +115,9 @@ class Scheduler:
             max_model_len=self.max_model_len,
             max_num_seqs=self.max_num_seqs,
         )
-        params = request.params
-        ending = frozenset(params.stop_token_ids)
-        if not params.ignore_eos:
-            ending |= self._eos_token_ids
-        if params.beam_width:
-            request.beam_search = BeamSearch(
-                params.beam_width,
-                params.length_penalty,
-                params.early_stopping,
-                ending,
-                len(request.prompt_token_ids),
-                request.sequences[0].max_num_tokens,
-            )
+        request.begin(self._eos_token_ids)
         self._requests[request.request_id] = request
-        for seq in request.sequences:
-            seq.end_token_ids = ending
-            self._waiting.append(seq)
+        self._waiting += request.sequences
 
     def schedule(self) -> ScheduledBatch:
         """Plan an iteration and allocate its slots; not empty while there is work."""
