@@ -208,7 +208,7 @@ def test_a_soak_of_random_loads_sees_preemptions_and_keeps_every_promise():
     assert sum(seq.finish_reason == "abort" for run in runs for seq in run.sequences) > 50
     assert sum(seq.finish_reason == "stop" for run in runs for seq in run.sequences) > 50
     searches = [r for run in runs for r in run.requests if r.beam_search is not None]
-    assert sum(request.num_preemptions > 0 for request in searches) > 50
+    assert sum(request.num_preemptions > 0 for request in searches) > 20
     stats = [run.scheduler.memory.stats for run in runs]
     for name in ("hit_tokens", "evictions", "forks", "copies"):
         assert sum(getattr(each, name) for each in stats) > 250, name
