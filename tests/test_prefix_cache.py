@@ -1,4 +1,4 @@
-"""Prefix cache: who finds whose blocks, what is evicted and in which order, and at what cost."""
+"""Prefix cache: who finds whose blocks, and at what cost."""
 
 import gc
 import itertools
@@ -6,39 +6,10 @@ import time
 from collections.abc import Callable
 
 import pytest
+from cached_requests import Requests
 
 from paged_jax.memory.block_manager import BlockManager
 from paged_jax.memory.usage import MemoryUsage
-
-
-class Requests:
-    """Admits sequences by their tokens, and computes and publishes them."""
-
-    def __init__(self, num_blocks: int, block_size: int, **options):
-        self.manager = BlockManager(1 + num_blocks, block_size, **options)
-        self.tokens: dict[int, list[int]] = {}
-
-    def admit(self, tokens, **options) -> tuple[int, int | None]:
-        """(sequence, cached tokens), or None for the latter if it does not fit."""
-        seq_id = len(self.tokens)
-        self.tokens[seq_id] = list(tokens)
-        return seq_id, self.manager.allocate(
-            seq_id, self.tokens[seq_id], max_num_tokens=len(self.tokens[seq_id]), **options
-        )
-
-    def compute(self, seq_id: int, num_tokens: int | None = None) -> None:
-        tokens = self.tokens[seq_id]
-        self.manager.publish(seq_id, tokens, len(tokens) if num_tokens is None else num_tokens)
-        self.manager.check_invariants()
-
-    def run(self, tokens, **options) -> int:
-        """A request from admission to its end; returns its cached tokens."""
-        seq_id, found = self.admit(tokens, **options)
-        assert found is not None
-        self.compute(seq_id)
-        self.manager.free(seq_id)
-        self.manager.check_invariants()
-        return found
 
 
 @pytest.mark.parametrize(("block_size", "num_shared"), [(16, 0), (4, 12), (1, 15), (15, 15)])
@@ -169,101 +140,6 @@ def test_the_same_tokens_after_another_prefix_are_another_block():
     assert requests.run([5, 5, 5, 5, 9]) == 0
 
 
-def test_the_least_recently_used_prefix_is_evicted_leaves_first():
-    requests = Requests(6, 4)
-    old, new = list(range(9)), list(range(100, 109))
-    requests.run(old)
-    requests.run(new)
-    requests.run(old)  # used again
-    manager = requests.manager
-    assert (manager.num_cached_blocks, manager.num_free_blocks) == (4, 6)
-    other, found = requests.admit(range(200, 212))
-    assert (found, manager.stats.evictions) == (0, 1)
-    manager.free(other)  # never computed, so nothing to cache
-    assert manager.num_cached_blocks == 3
-    assert requests.admit(new)[1] == 4, "its leaf is gone, its first block is not"
-    assert requests.admit(old)[1] == 8
-
-
-def test_free_blocks_are_taken_before_any_is_evicted():
-    requests = Requests(6, 4)
-    requests.run(range(9))
-    requests.admit(range(100, 116))
-    assert requests.manager.stats.evictions == 0
-    assert requests.manager.num_cached_blocks == 2
-
-
-def test_a_sequence_never_evicts_what_it_has_found():
-    requests = Requests(4, 4)
-    requests.run(range(13))
-    seq_id, found = requests.admit(range(16))
-    assert found == 12
-    assert requests.manager.num_free_blocks == 0
-    requests.compute(seq_id)
-
-
-def test_admission_counts_hits_in_use_as_taken_and_cached_ones_as_free():
-    requests = Requests(4, 4)
-    first, _ = requests.admit(range(9))
-    requests.compute(first)
-    assert requests.admit(range(17))[1] is None, "two hits and three more, one is free"
-    seq_id, found = requests.admit(range(12))
-    assert found == 8
-    manager = requests.manager
-    manager.free(seq_id)
-    manager.free(first)
-    assert (manager.num_cached_blocks, manager.num_free_blocks) == (2, 4)
-    assert requests.admit(range(17))[1] is None, "two hits are cached and count as free: 5 > 4"
-    assert requests.admit(range(16), keep_free_blocks=1)[1] is None
-    assert manager.num_cached_blocks == 2, "a refusal changes nothing"
-    assert requests.admit(range(16))[1] == 8
-
-
-def test_a_prefix_evicted_while_its_request_waits_is_computed_again():
-    requests = Requests(5, 4)
-    waiting = list(range(17))
-    requests.run(waiting[:13])
-    manager = requests.manager
-    blocker, _ = requests.admit(range(100, 107))
-
-    def retry() -> int | None:
-        return manager.allocate(99, waiting, max_num_tokens=17)
-
-    assert retry() is None  # it found 12 tokens, and needs two blocks where none is free
-    grown, _ = requests.admit(range(200, 206))
-    assert manager.stats.evictions == 2
-    assert retry() is None
-    manager.free(blocker)
-    manager.free(grown)
-    assert retry() == 4, "two of its blocks are gone"
-
-
-def test_a_request_that_waits_finds_what_was_published_meanwhile():
-    requests = Requests(8, 4)
-    first, _ = requests.admit(range(17))
-    manager = requests.manager
-    requests.compute(first, 4)
-    waiting = [*range(16), *range(30, 47)]
-    assert manager.allocate(99, waiting, max_num_tokens=40) is None
-    requests.compute(first)
-    assert manager.allocate(99, waiting, max_num_tokens=40) is None
-    manager.free(first)
-    assert manager.allocate(99, waiting[:20], max_num_tokens=40) == 16
-
-
-def test_a_preempted_sequence_finds_what_was_not_evicted_meanwhile():
-    requests = Requests(6, 4)
-    seq_id, _ = requests.admit(range(17))
-    requests.compute(seq_id)
-    manager = requests.manager
-    manager.free(seq_id)
-    assert (manager.num_cached_blocks, manager.num_free_blocks) == (4, 6)
-    other, _ = requests.admit(range(100, 116))
-    manager.free(other)
-    assert manager.stats.evictions == 2
-    assert manager.allocate(seq_id, requests.tokens[seq_id], max_num_tokens=20) == 8
-
-
 def test_a_branch_that_ends_leaves_its_own_blocks_to_be_found():
     requests = Requests(20, 4)
     parent, _ = requests.admit(range(6))
@@ -280,44 +156,6 @@ def test_a_branch_that_ends_leaves_its_own_blocks_to_be_found():
     assert requests.admit([*range(6), 60, 61, 0])[1] == 8
     assert requests.admit([*range(6), 70, 71, 0])[1] == 8
     assert requests.admit([*range(6), 60, 71, 0])[1] == 4
-
-
-def test_pinned_prefixes_outlive_any_pressure_until_they_are_unpinned():
-    requests = Requests(4, 4)
-    manager = requests.manager
-    system = list(range(10))
-    assert manager.pin(system) == 0
-    requests.run(system)
-    assert manager.pin(system) == 8
-    assert (manager.num_pinned_blocks, manager.num_free_blocks) == (2, 2)
-    assert manager.can_ever_hold(8)
-    assert not manager.can_ever_hold(9)
-    for first in range(100, 200, 10):
-        requests.run(range(first, first + 8))
-    assert requests.run([*system[:8], 55]) == 8
-    usage = manager.usage({})
-    assert (usage.token_states, usage.free, usage.shared) == (8, 8, 0)
-    manager.unpin(system)
-    assert (manager.num_pinned_blocks, manager.num_free_blocks) == (0, 4)
-    requests.run(range(300, 316))
-    assert requests.run([*system[:8], 55]) == 0
-    with pytest.raises(KeyError):
-        manager.unpin(system)
-
-
-def test_pins_overlap_and_keep_to_their_salt():
-    requests = Requests(20, 4)
-    manager = requests.manager
-    requests.run(range(13))
-    assert manager.pin(range(9)) == 8
-    assert manager.pin(range(13)) == 12
-    assert manager.pin(range(9), "tenant") == 0
-    assert manager.num_pinned_blocks == 3
-    manager.unpin(range(9))
-    assert manager.num_pinned_blocks == 3
-    manager.unpin(range(13))
-    assert manager.num_pinned_blocks == 0
-    manager.check_invariants()
 
 
 def test_without_prefix_caching_only_what_is_held_is_found():
@@ -356,15 +194,6 @@ def test_stats_count_tokens_looked_up_and_found():
     assert (stats.queried_tokens, stats.hit_tokens) == (20, 8)
     assert stats.hit_rate == pytest.approx(0.4)
     assert BlockManager(4, 4).stats.hit_rate == 0.0
-
-
-def test_caching_keeps_no_more_contents_than_blocks():
-    """Whatever the number of prompts and salts."""
-    requests = Requests(8, 2)
-    for i in range(500):
-        requests.run([i, i + 1, i + 2, i + 3, 0], salt=i % 50)
-    cache = requests.manager._cache
-    assert len(cache._nodes) == len(cache._node_of_block) <= 8
 
 
 def fastest_ms(action: Callable[[], None], repetitions: int) -> float:
