@@ -234,7 +234,8 @@ class BlockManager:
             if not holding.shares:
                 num_tail_blocks += len(table) - num_full
                 token_states += num_computed - num_full * size
-                reserved += max(0, num_prefill - num_computed)
+                if num_computed < num_prefill:
+                    reserved += num_prefill - num_computed
                 continue
             forked.append((table, num_full))
             for index in range(num_full, len(table)):
