@@ -52,7 +52,7 @@ class FakeExecutor:
     def execute(self, batch: ScheduledBatch) -> StepResult:
         start = time.perf_counter()
         if batch.decodes:
-            self._rows.update(batch.decodes)
+            self._rows.update(batch.decodes, tables_changed=bool(batch.copies))
         else:
             self._rows.forget()
         if batch.prefills:
@@ -63,6 +63,7 @@ class FakeExecutor:
                 max_chunks=MAX_PREFILL_SEQS,
                 max_blocks=self._rows.block_tables.shape[1],
             )
+        self._memory.take_copies()
         self.arrays_s.append(time.perf_counter() - start)
         n = batch.num_samples
         return StepResult([7] * n, [None] * n, 0.0)
@@ -100,9 +101,9 @@ def run_case(num_seqs: int, block_size: int) -> Case:
     def requests(count: int, first: int) -> list[Request]:
         prompts = rng.integers(1, 2 * _PROMPT_TOKENS.value, count)
         outputs = rng.integers(1, 2 * _OUTPUT_TOKENS.value, count)
-        return [
-            Request(str(first + i), (3,) * int(p), SamplingParams(max_tokens=int(o)), 0.0, seed=i)
-            for i, (p, o) in enumerate(zip(prompts, outputs, strict=True))
+        return [  # no two prompts begin alike, so that none finds another's blocks
+            Request(str(i), (i,) * int(p), SamplingParams(max_tokens=int(o)), 0.0, seed=i)
+            for i, (p, o) in enumerate(zip(prompts, outputs, strict=True), start=first)
         ]
 
     # Enough to keep the queue filled to the end.

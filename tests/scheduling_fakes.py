@@ -66,6 +66,7 @@ class FakeExecutor:
 
     def run(self, batch: ScheduledBatch) -> list[int]:
         size = self.memory.block_size
+        assert self.memory.take_copies() == batch.copies
         copied = [
             (target * size + i, self.slots.get(source * size + i))
             for source, target in batch.copies

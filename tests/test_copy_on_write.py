@@ -166,6 +166,24 @@ def test_reordered_beams_copy_once_for_each_surviving_divergence():
     manager.check_invariants()
 
 
+def test_copies_are_pending_until_a_step_makes_them():
+    """A step may fail before it does; then the next one has its copies and those since."""
+    manager = BlockManager(num_blocks=20, block_size=4)
+    table = admit(manager, 0, 6)
+    partial = table[1]
+    for child in (1, 2):
+        manager.fork(0, child)
+    manager.append(0, 7)
+    assert manager.pending_copies() == manager.pending_copies() == [(partial, table[1])]
+    manager.append(1, 7)
+    other = manager.block_table(1)[1]
+    assert manager.pending_copies() == [(partial, table[1]), (partial, other)]
+    manager.free(0)
+    assert manager.take_copies() == [(partial, other)]
+    assert manager.pending_copies() == []
+    assert manager.stats.copies == 1
+
+
 def test_a_fork_needs_a_parent_and_an_id_of_its_own():
     manager = BlockManager(num_blocks=5, block_size=4)
     admit(manager, 0, 4)

@@ -75,6 +75,7 @@ def test_decode_rows_mirror_any_run_of_joins_ends_preemptions_and_aborts(seed):
         max_num_seqs=MAX_SEQS,
         max_model_len=MAX_LEN,
         max_num_batched_tokens=rng.choice([6, 16, 64]),
+        enable_prefix_caching=seed % 2 == 0,
     )
     rows = DecodeRows(scheduler.memory, max_num_seqs=MAX_SEQS, max_model_len=MAX_LEN)
     executor = FakeExecutor(scheduler.memory)
@@ -92,15 +93,19 @@ def test_decode_rows_mirror_any_run_of_joins_ends_preemptions_and_aborts(seed):
             continue
         batch = scheduler.schedule()
         if batch.decodes:
-            arrays = rows.update(batch.decodes)
+            arrays = rows.update(batch.decodes, tables_changed=bool(batch.copies))
             assert_decode_arrays_are_fresh(arrays, batch.decodes, scheduler.memory)
             num_checked += 1
         else:
             rows.forget()
         if rng.random() < 0.05:
-            continue  # the step fails, and its results never come
-        scheduler.update(batch, executor.run(batch))
+            continue  # the step fails before it reaches the device
+        tokens = executor.run(batch)
+        if rng.random() < 0.05:
+            continue  # its results never come
+        scheduler.update(batch, tokens)
     assert num_checked > 80
+    assert scheduler.memory.stats.copies > 0
     if len(names) > 3 and scheduler.memory.num_total_blocks == 16:
         assert scheduler.num_preemptions > 0
 
@@ -117,7 +122,8 @@ def test_prefill_arrays_place_every_token_of_any_chunks(data):
         size = data.draw(st.integers(1, budget))
         start = data.draw(st.integers(0, 50))
         [seq] = make_request(str(len(chunks)), start + size + 3, seed=len(chunks)).sequences
-        assert memory.allocate(seq.seq_id, seq.num_tokens, max_num_tokens=400)
+        num_cached = memory.allocate(seq.seq_id, seq.token_ids, max_num_tokens=400)
+        assert num_cached == 0
         chunks.append(PrefillChunk(seq, start, size))
         budget -= size
     shape = PrefillShape.of(bucket, max_chunks)

@@ -85,6 +85,7 @@ class JaxExecutor:
         steps: list[tuple[list[Sequence], Sampled]] = []
         if batch.copies:
             self.cache = copy_step(self.cache, *copies)
+            self._memory.take_copies()
         if batch.decodes:
             self.cache, sampled = decode_step(self.params, self.cache, *rows, **self._static)
             steps.append((batch.decodes, sampled))

@@ -142,8 +142,11 @@ class BlockManager:
         self._holdings[child_id] = copy(parent)
         self.stats.forks += 1
 
+    def pending_copies(self) -> list[tuple[int, int]]:
+        return [(source, target) for target, source in self._copies.items()]
+
     def take_copies(self) -> list[tuple[int, int]]:
-        copies = [(source, target) for target, source in self._copies.items()]
+        copies = self.pending_copies()
         self._copies.clear()
         self.stats.copies += len(copies)
         return copies

@@ -68,7 +68,7 @@ class MemoryManager(Protocol):
         """Make the sequence's table cover `num_tokens` slots, and the last of these writable.
 
         If others hold its block as well, another one takes its place in the table, and the copy
-        between them comes with the next `take_copies`. Otherwise a table that covers the slots
+        between them is pending until `take_copies`. Otherwise a table that covers the slots
         already is left as it is. No more blocks are taken than that needs.
 
         False, and nothing changes, when memory is out. Runs once per sequence and iteration, so
@@ -83,11 +83,18 @@ class MemoryManager(Protocol):
         child take part in it with a token of its own, and then has to be appended to at once.
         """
 
-    def take_copies(self) -> list[tuple[int, int]]:
+    def pending_copies(self) -> list[tuple[int, int]]:
         """Blocks to copy, as (source, target), before anything else is written to the cache.
 
         All copies happen at once: every source is read before any target is written. A target
-        occurs once. Each call returns what was recorded since the last.
+        occurs once.
+        """
+
+    def take_copies(self) -> list[tuple[int, int]]:
+        """The pending copies, which are so no longer: call it where they are made.
+
+        Made twice, a copy would undo what was written since, or read a block that is another's by
+        then. So they stay pending while no step makes them, should one fail before it does.
         """
 
     def publish(self, seq_id: int, token_ids: Sequence[int], num_computed_tokens: int) -> None:

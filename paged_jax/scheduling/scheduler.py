@@ -140,7 +140,7 @@ class Scheduler:
             self._admit(prefills, budget)
         fit_to_sizes(prefills, self._prefill_sizes)
         self._add_forks(prefills)
-        return ScheduledBatch(prefills, decodes, preempted, self.memory.take_copies())
+        return ScheduledBatch(prefills, decodes, preempted, self.memory.pending_copies())
 
     def _grow_decoding(self) -> list[Sequence]:
         """Allocate a slot for each decode, oldest first; returns those preempted for it."""
