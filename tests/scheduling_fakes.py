@@ -126,11 +126,12 @@ def run_step(scheduler: Scheduler, executor: FakeExecutor) -> ScheduledBatch:
 
 
 def run_to_end(scheduler: Scheduler, executor: FakeExecutor) -> list[ScheduledBatch]:
-    """All iterations until there is no more work; all blocks are free then."""
+    """All iterations until there is no more work; all blocks are free or pinned then."""
     batches = []
     while scheduler.has_work:
         batches.append(run_step(scheduler, executor))
-    assert scheduler.memory.num_free_blocks == scheduler.memory.num_total_blocks
+    memory = scheduler.memory
+    assert memory.num_free_blocks + memory.num_pinned_blocks == memory.num_total_blocks
     return batches
 
 

@@ -145,3 +145,21 @@ def test_pins_overlap_and_keep_to_their_salt():
     manager.unpin(range(13))
     assert manager.num_pinned_blocks == 0
     manager.check_invariants()
+
+
+def test_a_pin_that_leaves_too_little_changes_nothing():
+    requests = Requests(5, 4)
+    manager = requests.manager
+    requests.run(range(8))
+    assert manager.pin(range(16), leave_blocks=3) == 8
+    requests.run(range(16))
+    assert manager.pin(range(16), leave_blocks=2) is None
+    assert manager.pin(range(12), leave_blocks=3) is None
+    assert manager.num_pinned_blocks == 2, "what was pinned before is so still"
+    assert manager.pin(range(9), leave_blocks=3) == 8, "it holds no more blocks than that"
+    assert manager.pin(range(16), leave_blocks=1) == 16
+    manager.unpin(range(9))
+    manager.unpin(range(16))
+    with pytest.raises(KeyError):
+        manager.unpin(range(12))
+    manager.check_invariants()

@@ -19,7 +19,7 @@ class Load:
     requests: list[dict]  # arguments of make_request
     arrivals: list[int]
     aborts: list[tuple[int, int]]  # (when, request), before the batch is planned or while it runs
-    lost: set[int]  # iterations whose results never arrive
+    lost: dict[int, bool]  # iterations whose results never arrive: whether they reach the device
     limits: dict
 
 
@@ -58,7 +58,7 @@ def random_load(rng: random.Random) -> Load:
         aborts=[
             (rng.randint(0, 60), rng.randrange(num_requests)) for _ in range(rng.choice([0, 0, 3]))
         ],
-        lost={rng.randint(0, 60) for _ in range(rng.choice([0, 0, 5]))},
+        lost={rng.randint(0, 60): rng.random() < 0.5 for _ in range(rng.choice([0, 0, 5]))},
         limits={
             "num_blocks": 1 + smallest + rng.choice([0, 0, 1, 2, smallest, 8 * smallest]),
             "block_size": block_size,
@@ -101,7 +101,7 @@ class Run:
                 self.scheduler.add(arrivals.pop(0)[1])
             if self.scheduler.has_work:
                 aborts = [index for when, index in self.load.aborts if when == iteration]
-                self.step(aborts, is_lost=iteration in self.load.lost)
+                self.step(aborts, iteration)
             iteration += 1
             assert iteration <= most_iterations, "some iteration did nothing for the oldest"
         memory = self.scheduler.memory
@@ -109,7 +109,7 @@ class Run:
         assert self.scheduler.num_finished == len(self.sequences)
         return self
 
-    def step(self, aborts: list[int], *, is_lost: bool) -> None:
+    def step(self, aborts: list[int], iteration: int) -> None:
         scheduler = self.scheduler
         before, during = aborts[::2], aborts[1::2]
         for index in before:
@@ -123,10 +123,12 @@ class Run:
             )
         )
         self.check_batch(batch)
-        sampled, logprobs = self.executor.run(batch), self.executor.logprobs(batch)
+        lost = self.load.lost
+        if lost.get(iteration, True):
+            sampled, logprobs = self.executor.run(batch), self.executor.logprobs(batch)
         for index in during:
             scheduler.abort(str(index))
-        if not is_lost:
+        if iteration not in lost:
             assert all(seq.is_finished for seq in scheduler.update(batch, sampled, logprobs))
             self.check_memory({c.seq for c in batch.prefills if not c.completes})
         scheduler.memory.check_invariants()

@@ -77,3 +77,53 @@ def test_a_wrong_number_of_sampled_tokens_is_refused():
     batch = scheduler.schedule()
     with pytest.raises(ValueError, match="2 tokens for 1 samples"):
         scheduler.update(batch, [1, 2])
+
+
+def test_a_pin_that_would_starve_a_request_is_refused_and_an_earlier_one_stays():
+    scheduler = make_scheduler(num_blocks=9, block_size=4, enable_prefix_caching=True)
+    executor = FakeExecutor(scheduler.memory, never_ends)
+
+    def compute(name: str, num_prompt: int) -> tuple[int, ...]:
+        request = make_request(name, num_prompt, max_tokens=1)
+        scheduler.add(request)
+        run_to_end(scheduler, executor)
+        return request.prompt_token_ids
+
+    def find(name: str) -> int:
+        request = make_request(name, 20, max_tokens=1)
+        scheduler.add(request)
+        run_to_end(scheduler, executor)
+        return request.num_cached_tokens
+
+    prefix = compute("short", 8)
+    long = compute("long", 16)
+    assert long[:8] == prefix
+    assert scheduler.pin(prefix, None) == 8
+    scheduler.add(make_request("in work", 8, seed=5, max_tokens=17))  # 6 blocks
+    message = "pinning 16 tokens would leave less than the 6 blocks of 8 that a request in work"
+    with pytest.raises(ValueError, match=message):
+        scheduler.pin(long, None)
+    assert scheduler.memory.num_pinned_blocks == 2
+    run_to_end(scheduler, executor)
+    assert find("later") == 8, "evicted, but for what was pinned before"
+    assert scheduler.pin(long, None) == 16
+    assert scheduler.memory.num_pinned_blocks == 4
+
+
+def test_a_refused_pin_of_a_pinned_prefix_leaves_it_as_it_was():
+    scheduler = make_scheduler(num_blocks=9, block_size=4, enable_prefix_caching=True)
+    executor = FakeExecutor(scheduler.memory, never_ends)
+    prompt = make_request("", 16).prompt_token_ids
+    scheduler.add(make_request("half", 8, max_tokens=1))
+    run_to_end(scheduler, executor)
+    assert scheduler.pin(prompt, None) == 8
+    scheduler.add(make_request("whole", 16, max_tokens=1))
+    run_to_end(scheduler, executor)
+    scheduler.add(make_request("in work", 8, seed=5, max_tokens=17))
+    with pytest.raises(ValueError, match="6 blocks of 8"):
+        scheduler.pin(prompt, None)
+    assert scheduler.memory.num_pinned_blocks == 2
+    run_to_end(scheduler, executor)
+    scheduler.memory.check_invariants()
+    scheduler.memory.unpin(prompt)
+    assert scheduler.memory.num_pinned_blocks == 0

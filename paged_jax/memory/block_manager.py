@@ -180,17 +180,21 @@ class BlockManager:
         del self._holdings[seq_id]
         self._release(table)
 
-    def pin(self, token_ids: Sequence[int], salt: Hashable = None) -> int:
+    def pin(
+        self, token_ids: Sequence[int], salt: Hashable = None, *, leave_blocks: int = 0
+    ) -> int | None:
         if not self._keeps_prefixes:
             raise ValueError("nothing can be pinned: prefix caching is off")
         match: list[Node] = []
         self._cache.extend(match, salt, token_ids, len(token_ids) // self.block_size)
         blocks = [node.block for node in match]
+        pins = self._pins | {(salt, tuple(token_ids)): blocks}
+        if self._pool.capacity - len(set().union(*pins.values())) < leave_blocks:
+            return None
         for block in blocks:
             self._pool.acquire(block)
-        key = salt, tuple(token_ids)
-        self._release(self._pins.get(key, []))
-        self._pins[key] = blocks
+        self._release(self._pins.get((salt, tuple(token_ids)), []))
+        self._pins = pins
         return len(blocks) * self.block_size
 
     def unpin(self, token_ids: Sequence[int], salt: Hashable = None) -> None:

@@ -110,11 +110,14 @@ class MemoryManager(Protocol):
         Blocks that nobody else holds are free; those published stay cached until needed.
         """
 
-    def pin(self, token_ids: Sequence[int], salt: Hashable = None) -> int:
+    def pin(
+        self, token_ids: Sequence[int], salt: Hashable = None, *, leave_blocks: int = 0
+    ) -> int | None:
         """Hold the published blocks of a prefix so that they are never evicted.
 
         Returns how many leading tokens they hold. Pinned again, a prefix holds the blocks that
-        have been published since as well.
+        have been published since as well. None, and nothing changes, unless `leave_blocks` blocks
+        are left that no pinned prefix holds. ValueError where nothing can be pinned.
         """
 
     def unpin(self, token_ids: Sequence[int], salt: Hashable = None) -> None:

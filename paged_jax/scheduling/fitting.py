@@ -1,5 +1,7 @@
 """Refusal of what can never be served, with the numbers."""
 
+from collections.abc import Iterable, Sequence
+
 from paged_jax.memory.interface import MemoryManager
 from paged_jax.scheduling.request import Request
 
@@ -51,3 +53,19 @@ def num_slots_needed(request: Request, block_size: int) -> int:
     num_blocks = -(-num_slots // block_size)
     num_shared = min(len(request.prompt_token_ids) // block_size, num_blocks)
     return (num_shared + beam_width * (num_blocks - num_shared)) * block_size
+
+
+def pin(
+    memory: MemoryManager, requests: Iterable[Request], token_ids: Sequence[int], salt: str | None
+) -> int:
+    """Pin a prefix; ValueError, and nothing changes, if then one of the requests cannot finish."""
+    size = memory.block_size
+    most = max((-(-num_slots_needed(request, size) // size) for request in requests), default=0)
+    num_tokens = memory.pin(token_ids, salt, leave_blocks=most)
+    if num_tokens is None:
+        raise ValueError(
+            f"pinning {len(token_ids)} tokens would leave less than the {most} blocks of "
+            f"{memory.num_total_blocks} that a request in work can need; wait for it to finish, or "
+            "give the pool more blocks"
+        )
+    return num_tokens

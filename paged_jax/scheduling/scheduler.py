@@ -22,7 +22,7 @@ from paged_jax.memory.interface import MemoryManager
 from paged_jax.memory.usage import MemoryUsage
 from paged_jax.scheduling import beams
 from paged_jax.scheduling.batch import PrefillChunk, ScheduledBatch, TokenLogprobs
-from paged_jax.scheduling.fitting import check_fits, num_slots_needed
+from paged_jax.scheduling.fitting import check_fits, pin
 from paged_jax.scheduling.prefill_sizes import fit_to_sizes
 from paged_jax.scheduling.request import FinishReason, Request, Sequence, SequenceStatus
 
@@ -372,15 +372,7 @@ class Scheduler:
         ValueError, and nothing changes, if a request that waits or runs could not finish with
         what is left.
         """
-        num_tokens = self.memory.pin(token_ids, salt)
-        needs = [num_slots_needed(r, self.memory.block_size) for r in self._requests.values()]
-        if needs and not self.memory.can_ever_hold(max(needs)):
-            self.memory.unpin(token_ids, salt)
-            raise ValueError(
-                f"pinning {num_tokens} tokens leaves less than the {max(needs)} slots that a "
-                "request in work can need; pin before adding it, or give the pool more blocks"
-            )
-        return num_tokens
+        return pin(self.memory, self._requests.values(), token_ids, salt)
 
     def memory_usage(self) -> MemoryUsage:
         """Where the KV slots are now."""
