@@ -272,6 +272,14 @@ def test_never_hopes_for_the_longest_continuation_where_false_gives_up():
     assert done == {False: True, "never": False}
 
 
+def test_never_compares_the_current_length_where_the_penalty_is_against_length():
+    search = new_search(beam_width=2, length_penalty=-1.0, early_stopping="never", ends=[9])
+    search.advance([[(9, -1.0), (1, -1.2), (2, -1.3)]])
+    search.advance([[(3, -0.1), (9, -0.3), (4, -7.0)], [(5, -6.0), (6, -7.0), (9, -8.0)]])
+    assert [found.score for found in search.hypotheses] == pytest.approx([-1.0, -3.0])
+    assert not search.is_done  # the best beam: -1.3 * 2
+
+
 def test_ties_go_to_the_lower_beam_then_to_the_first_in_the_row():
     search = new_search(beam_width=2)
     assert search.advance([[(4, -1.0), (7, -1.0)]]) == [Branch(0, 4), Branch(0, 7)]
