@@ -1,4 +1,5 @@
-"""The jitted steps: decode, prefill, the head that samples a prefilled prompt's first token, copy.
+"""The jitted steps: decode, prefill, the head that samples a prefilled prompt's first token, the
+scores of a prompt's own tokens, copies of blocks.
 
 Pure functions of parameters, cache and static-shaped arrays. They are compiled once for each
 bucket of rows or tokens, and the cache is donated: it is updated in place, never copied.
@@ -13,7 +14,7 @@ from paged_jax.attention import DecodeIndex, PagedAttention, PrefillIndex
 from paged_jax.kv_cache import PagedKVCache, copy_blocks, slots_of
 from paged_jax.models.config import ModelConfig
 from paged_jax.models.split import Params, bind
-from paged_jax.sampling import Sampled, SamplingBatch, sample
+from paged_jax.sampling import Sampled, SamplingBatch, log_probabilities, sample
 
 NUM_LOGPROBS = 20  # most likely tokens that a step reports where any row asks for them
 
@@ -55,14 +56,15 @@ def prefill_step(
     *,
     config: ModelConfig,
     attention: PagedAttention,
-) -> tuple[PagedKVCache, Array]:
+) -> tuple[PagedKVCache, tuple[Array, Array]]:
     """Chunks of prompts, over what their tables already hold: write, attend, no sampling.
 
-    Returns the cache (donated) and the hidden states ``[L, E]`` of each chunk's last token.
+    Returns the cache (donated) and hidden states: of each chunk's last token ``[L, E]``, and of all
+    tokens ``[N, E]``.
     """
     model = bind(config, params)
     hidden, layers = model(tokens, positions, attention.prefill, cache.layers, index)
-    return PagedKVCache.of_layers(layers), hidden[last]
+    return PagedKVCache.of_layers(layers), (hidden[last], hidden)
 
 
 @partial(jax.jit, static_argnames=("config",))
@@ -78,6 +80,19 @@ def head_step(
     """Sample the first token of prompts that a prefill step has completed."""
     logits = bind(config, params).logits(hidden[rows])
     return sample(logits, positions, sampling, num_logprobs=NUM_LOGPROBS)
+
+
+@partial(jax.jit, static_argnames=("config",))
+def score_step(
+    params: Params,
+    hidden: Array,  # [N, E], from prefill_step
+    tokens: Array,  # i32[N], what follows each
+    *,
+    config: ModelConfig,
+) -> tuple[Array, Array, Array]:
+    """Log-probabilities ``f32[N]`` of a prompt's tokens; the likeliest tokens, and theirs."""
+    num = min(NUM_LOGPROBS, config.vocab_size)
+    return log_probabilities(bind(config, params).logits(hidden), tokens, num)
 
 
 @partial(jax.jit, donate_argnames=("cache",))

@@ -67,7 +67,9 @@ class EngineCore:
         usage = self.scheduler.memory_usage() if self.on_iteration else None
         result = self.executor.execute(batch)
         end = self.clock()
-        finished = self.scheduler.update(batch, result.tokens, result.logprobs)
+        finished = self.scheduler.update(
+            batch, result.tokens, result.logprobs, result.prompt_logprobs
+        )
         return Iteration(batch, batch.sampled, result, finished, usage, start, end)
 
     def report(self, iteration: Iteration) -> None:

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, field
 
-from paged_jax.scheduling.batch import TokenLogprobs
+from paged_jax.scheduling.logprobs import TokenLogprobs
 from paged_jax.scheduling.request import FinishReason
 
 
@@ -50,6 +50,8 @@ class RequestOutput:
     """A request's continuations: ``n`` of them, best first where they were ranked.
 
     ``num_cached_tokens`` of the prompt were in the prefix cache when the request was admitted.
+    ``prompt_logprobs``, where asked for, has an entry for each token of the prompt: None for the
+    first, then its log-probability after those before it.
     """
 
     request_id: str
@@ -59,3 +61,4 @@ class RequestOutput:
     finished: bool
     metrics: RequestMetrics = field(repr=False)
     num_cached_tokens: int = 0
+    prompt_logprobs: list[TokenLogprobs | None] | None = None

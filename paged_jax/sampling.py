@@ -75,7 +75,7 @@ def sample(
     num_logprobs = min(num_logprobs, V)
     logprobs, top_tokens, top_logprobs = lax.cond(
         batch.wants_logprobs,
-        lambda: _logprobs(logits, tokens, num_logprobs),
+        lambda: log_probabilities(logits, tokens, num_logprobs),
         lambda: (
             jnp.full((B,), jnp.nan),
             jnp.zeros((B, num_logprobs), jnp.int32),
@@ -170,9 +170,9 @@ def _threshold(order: Array, weights: Array, target: Array) -> Array:
     return lax.fori_loop(0, 32, refine, jnp.zeros_like(target, jnp.uint32))
 
 
-def _logprobs(logits: Array, tokens: Array, num: int) -> tuple[Array, Array, Array]:
+def log_probabilities(logits: Array, tokens: ArrayLike, num: int) -> tuple[Array, Array, Array]:
     """(log-probabilities of ``tokens``, the ``num`` most likely tokens, theirs)."""
     logprobs = jax.nn.log_softmax(logits, axis=-1)
     top_logprobs, top_tokens = lax.top_k(logprobs, num)
-    sampled = jnp.take_along_axis(logprobs, tokens[:, None], axis=-1)[:, 0]
+    sampled = jnp.take_along_axis(logprobs, jnp.asarray(tokens)[:, None], axis=-1)[:, 0]
     return sampled, top_tokens.astype(jnp.int32), top_logprobs

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field, replace
 from paged_jax.loading import IncrementalDetokenizer
 from paged_jax.loading.transformers_tokenizer import Tokenizer
 from paged_jax.outputs import CompletionOutput, RequestMetrics, RequestOutput
-from paged_jax.scheduling.batch import TokenLogprobs
+from paged_jax.scheduling.logprobs import TokenLogprobs
 from paged_jax.scheduling.request import Request, Sequence
 
 
@@ -148,6 +148,7 @@ class RequestRecord:
         return self._output(outputs, [record.token_times_s for record in self.sequences])
 
     def _output(self, outputs: list[CompletionOutput], times_s: list[list[float]]) -> RequestOutput:
+        asked = self.request.params.prompt_logprobs
         metrics = RequestMetrics(
             arrival_s=self.request.arrival_time,
             first_scheduled_s=self.first_scheduled_s,
@@ -162,6 +163,7 @@ class RequestRecord:
             finished=self.request.is_finished,
             metrics=metrics,
             num_cached_tokens=self.request.num_cached_tokens or 0,
+            prompt_logprobs=None if asked is None else [None, *self.request.prompt_logprobs],
         )
 
 

@@ -5,7 +5,8 @@ from collections.abc import Callable, Iterable
 import numpy as np
 
 from paged_jax.memory.block_manager import BlockManager
-from paged_jax.scheduling.batch import ScheduledBatch, TokenLogprobs
+from paged_jax.scheduling.batch import ScheduledBatch
+from paged_jax.scheduling.logprobs import TokenLogprobs
 from paged_jax.scheduling.request import Request, Sequence
 from paged_jax.scheduling.sampling_params import SamplingParams
 from paged_jax.scheduling.scheduler import Scheduler

@@ -4,6 +4,7 @@ import random
 
 import numpy as np
 import pytest
+from dense_model import dense_logits
 from mixed_requests import essence, mixed_requests, serve
 
 from paged_jax import SamplingParams
@@ -111,31 +112,13 @@ def test_streams_end_with_what_generate_returns(engine, requests, wanted):
 
 def test_greedy_tokens_are_those_of_a_dense_forward_pass(tiny_model, requests, wanted):
     """Each token has the largest logit after those before it, by a margin that rounding is not."""
-    import jax
-    import jax.numpy as jnp
-
-    from paged_jax.attention import causal_attention
-    from paged_jax.models.split import bind, nest
-
-    config = tiny_model.config
-
-    @jax.jit
-    def logits(params, tokens):  # i32[B, T] -> f32[B, T, V]
-        positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
-        model = bind(config, params)
-        none = [None] * config.num_layers
-        hidden, _ = model(tokens, positions, causal_attention, none, config.head_dim**-0.5)
-        return model.logits(hidden)
-
-    params = nest({name: jnp.asarray(x) for name, x in tiny_model.weights.items()})
+    logits = dense_logits(tiny_model)
     num_checked = 0
     for (prompt, sampling), outputs in zip(requests, wanted, strict=True):
         if not sampling.is_greedy or sampling.has_penalties or sampling.min_tokens:
             continue
         tokens = [*prompt, *outputs[0][1]]
-        padded = np.zeros((1, 384), np.int32)
-        padded[0, : len(tokens)] = tokens
-        rows = np.asarray(logits(params, padded))[0, len(prompt) - 1 : len(tokens) - 1]
+        rows = logits(tokens)[len(prompt) - 1 : len(tokens) - 1]
         assert rows.argmax(axis=-1).tolist() == outputs[0][1]
         second, first = np.sort(rows, axis=-1)[:, -2:].T
         assert (first - second).min() > 1e-4

@@ -189,12 +189,11 @@ def test_abort_while_decoding_returns_what_is_there(engine, text):
 
 
 def test_abort_while_preempted(engine_with):
-    """The pool holds both prompts, but not both outputs."""
+    """The pool holds both prompts, which share nothing, but not both outputs."""
     engine = engine_with(block_size=4, num_blocks=96)
     params = SamplingParams(temperature=0, max_tokens=100, ignore_eos=True)
-    prompt = list(b"A function definition is an " * 6)  # 42 blocks
     for name in ("old", "young"):
-        engine.add_request(name, prompt, params)
+        engine.add_request(name, f"{name:5} function definitions are " * 5, params)  # 38 blocks
     before = engine.core.scheduler.num_preemptions
     while engine.core.scheduler.num_preemptions == before:
         engine.step()

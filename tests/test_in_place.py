@@ -39,7 +39,9 @@ def passes_over_cache(text: str, shape: tuple[int, ...]) -> list[str]:
     return found
 
 
-@pytest.mark.parametrize("name", ["decode 1", "decode 2", "decode 4", "prefill 16", "prefill 32"])
+@pytest.mark.parametrize(
+    "name", ["decode 1", "decode 2", "decode 4", "prefill 16", "prefill 32", "copy 2", "copy 4"]
+)
 def test_a_step_makes_no_pass_over_the_cache(executor, name):
     compiled = executor.lowerings()[name]().compile()
     assert not passes_over_cache(compiled.as_text(), executor.cache.k[0].shape)

@@ -70,7 +70,7 @@ class Host:
         ]
         # Tables that interleave.
         for seq in self.seqs:
-            self.memory.allocate(seq.seq_id, 1, max_num_tokens=MAX_LEN)
+            self.memory.allocate(seq.seq_id, seq.token_ids[:1], max_num_tokens=MAX_LEN)
         for grown in range(1, MAX_LEN):
             for seq in self.seqs:
                 if grown <= seq.num_tokens + 20:
@@ -86,7 +86,7 @@ class Host:
             max_chunks=MAX_CHUNKS,
             max_blocks=MAX_LEN // S,
         )
-        self.cache, hidden = prefill_step(self.params, self.cache, *arrays, **STATIC)
+        self.cache, (hidden, _) = prefill_step(self.params, self.cache, *arrays, **STATIC)
         return np.asarray(hidden)[: len(chunks)]
 
     def decode(self, rows: list[int], bucket: int):

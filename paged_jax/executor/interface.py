@@ -1,9 +1,10 @@
 """What the engine asks of an executor, real or simulated."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
-from paged_jax.scheduling.batch import ScheduledBatch, TokenLogprobs
+from paged_jax.scheduling.batch import ScheduledBatch
+from paged_jax.scheduling.logprobs import TokenLogprobs
 
 
 @dataclass(frozen=True, slots=True)
@@ -13,6 +14,9 @@ class StepResult:
     tokens: list[int]
     logprobs: list[TokenLogprobs | None]  # aligned with tokens; None where not asked for
     device_s: float  # seconds from the first dispatch until the tokens are back
+    # For each prefill, in order, those of its prompt's tokens that its request asked for and still
+    # lacked; empty if no request did.
+    prompt_logprobs: list[list[TokenLogprobs]] = field(default_factory=list)
 
 
 class Executor(Protocol):

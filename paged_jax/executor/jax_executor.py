@@ -11,10 +11,11 @@ import numpy as np
 from jax.stages import Lowered
 
 from paged_jax.attention import PagedAttention
-from paged_jax.decode import copy_step, decode_step, head_step, prefill_step
+from paged_jax.decode import copy_step, decode_step, head_step, prefill_step, score_step
 from paged_jax.executor.buckets import bucket_of, padded
 from paged_jax.executor.decode_rows import DecodeRows
 from paged_jax.executor.interface import StepResult
+from paged_jax.executor.logprobs import SCORE_ROWS, prompt_logprobs, sampled_logprobs
 from paged_jax.executor.prefill_arrays import PrefillArrays, PrefillShape, prefill_arrays
 from paged_jax.executor.sampling_rows import needs_history, sampling_batch, sampling_rows
 from paged_jax.kv_cache import PagedKVCache
@@ -23,7 +24,8 @@ from paged_jax.models.config import ModelConfig
 from paged_jax.models.shapes import expected_shapes
 from paged_jax.models.split import Params, nest
 from paged_jax.sampling import ArrayLike, Sampled, SamplingBatch
-from paged_jax.scheduling.batch import PrefillChunk, ScheduledBatch, TokenLogprobs
+from paged_jax.scheduling.batch import PrefillChunk, ScheduledBatch
+from paged_jax.scheduling.logprobs import TokenLogprobs
 from paged_jax.scheduling.request import Sequence
 from paged_jax.warm_up import WarmUp
 
@@ -65,6 +67,7 @@ class JaxExecutor:
 
     def execute(self, batch: ScheduledBatch) -> StepResult:
         """Prepare all arrays, dispatch the steps, then wait for their tokens."""
+        config = self._static["config"]
         first_seqs = list(batch.first_sampled())
         if batch.decodes:
             rows = self._rows.update(batch.decodes, tables_changed=bool(batch.copies))
@@ -77,6 +80,9 @@ class JaxExecutor:
         if first_seqs:
             head_rows = self._head_arrays(batch.prefills, first_seqs)
             self._require("head", len(head_rows[0]))
+        scores = any(chunk.seq.request.lacks_prompt_logprobs for chunk in batch.prefills)
+        if scores:
+            self._require("score", SCORE_ROWS)
         if batch.copies:
             copies = self._copy_arrays(batch.copies)
             self._require("copy", len(copies[0]))
@@ -90,19 +96,22 @@ class JaxExecutor:
             self.cache, sampled = decode_step(self.params, self.cache, *rows, **self._static)
             steps.append((batch.decodes, sampled))
         if batch.prefills:
-            self.cache, hidden = prefill_step(self.params, self.cache, *layout, **self._static)
+            self.cache, (last, hidden) = prefill_step(
+                self.params, self.cache, *layout, **self._static
+            )
             if first_seqs:
-                config = self._static["config"]
-                sampled = head_step(self.params, hidden, *head_rows, config=config)
+                sampled = head_step(self.params, last, *head_rows, config=config)
                 steps.append((first_seqs, sampled))
             else:
-                hidden.block_until_ready()
+                last.block_until_ready()
+        score = partial(score_step, self.params, config=config)
+        scored = prompt_logprobs(batch.prefills, hidden, score) if scores else []
         tokens: list[int] = []
         logprobs: list[TokenLogprobs | None] = []
         for seqs, sampled in steps:
             tokens += np.asarray(sampled.tokens)[: len(seqs)].tolist()
-            logprobs += _logprobs(seqs, sampled)
-        return StepResult(tokens, logprobs, time.perf_counter() - start)
+            logprobs += sampled_logprobs(seqs, sampled)
+        return StepResult(tokens, logprobs, time.perf_counter() - start, scored)
 
     def _require(self, step: str, bucket: int) -> None:
         if self.warm_up is not None:
@@ -180,6 +189,10 @@ class JaxExecutor:
             zeros = np.zeros(bucket, np.int32)
             return head_step.lower(params, hidden, zeros, zeros, sampling(bucket), config=config)
 
+        def score(rows: int) -> Lowered:
+            hidden = jax.ShapeDtypeStruct((rows, config.hidden_size), dtype)
+            return score_step.lower(params, hidden, np.zeros(rows, np.int32), config=config)
+
         def copy(bucket: int) -> Lowered:
             zeros = np.zeros(bucket, np.int32)
             return copy_step.lower(cache, zeros, zeros)
@@ -189,30 +202,5 @@ class JaxExecutor:
             **{f"prefill {bucket}": partial(prefill, bucket) for bucket in self._prefill_buckets},
             **{f"decode {bucket}": partial(decode, bucket) for bucket in self._rows.buckets},
             **{f"copy {bucket}": partial(copy, bucket) for bucket in self._copy_buckets},
+            f"score {SCORE_ROWS}": partial(score, SCORE_ROWS),
         }
-
-
-def _logprobs(seqs: list[Sequence], sampled: Sampled) -> list[TokenLogprobs | None]:
-    """Fetches the log-probabilities only where a sequence asks for them."""
-    counts = [_num_logprobs(seq) for seq in seqs]
-    if all(count is None for count in counts):
-        return [None] * len(seqs)
-    own = np.asarray(sampled.logprobs)
-    top_tokens, top = np.asarray(sampled.top_tokens), np.asarray(sampled.top_logprobs)
-    return [
-        None
-        if count is None
-        else TokenLogprobs(
-            float(own[row]),
-            tuple(zip(top_tokens[row, :count].tolist(), top[row, :count].tolist(), strict=True)),
-        )
-        for row, count in enumerate(counts)
-    ]
-
-
-def _num_logprobs(seq: Sequence) -> int | None:
-    """How many tokens' log-probabilities the sequence needs beside the sampled one's."""
-    search, params = seq.request.beam_search, seq.request.params
-    if search is not None:
-        return search.num_candidates
-    return 0 if params.logprobs is None and params.wants_candidates else params.logprobs

@@ -6,14 +6,6 @@ from dataclasses import dataclass, field
 from paged_jax.scheduling.request import Sequence
 
 
-@dataclass(frozen=True, slots=True)
-class TokenLogprobs:
-    """Log-probabilities at one sampled token, of the raw logits."""
-
-    sampled: float
-    top: tuple[tuple[int, float], ...]  # (token, log-probability), most likely first
-
-
 @dataclass(slots=True, eq=False)
 class PrefillChunk:
     """Compute `seq.token_ids[start : start + num_tokens]`; their slots are allocated.

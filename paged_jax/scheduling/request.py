@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from paged_jax.scheduling.beam_search import BeamSearch
+from paged_jax.scheduling.logprobs import TokenLogprobs
 from paged_jax.scheduling.sampling_params import SamplingParams
 
 FinishReason = Literal["stop", "length", "abort", "error"]
@@ -132,6 +133,8 @@ class Request:
     # Leading prompt tokens that were in the cache when it was first admitted; None before.
     num_cached_tokens: int | None = field(init=False, default=None)
     num_preemptions: int = field(init=False, default=0)  # of all its sequences
+    # Of the prompt's tokens from the second on, as far as they are computed, where asked for.
+    prompt_logprobs: list[TokenLogprobs] = field(init=False, repr=False, default_factory=list)
 
     def __post_init__(self) -> None:
         if not self.prompt_token_ids:
@@ -156,6 +159,12 @@ class Request:
                 len(self.prompt_token_ids),
                 self.sequences[0].max_num_tokens,
             )
+
+    @property
+    def lacks_prompt_logprobs(self) -> bool:
+        """Whether its prompt has to be computed, cached or not, for its log-probabilities."""
+        wants = self.params.prompt_logprobs is not None
+        return wants and len(self.prompt_logprobs) < len(self.prompt_token_ids) - 1
 
     @property
     def is_finished(self) -> bool:

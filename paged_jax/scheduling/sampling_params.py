@@ -19,7 +19,8 @@ class SamplingParams:
     `top_k` 0 or -1, `top_p` 1 and `min_p` 0 are off; temperature 0 is greedy. `stop` may be one
     string or several. `min_tokens` tokens are generated before a stop token, EOS or a stop string
     may end the sequence. `logprobs` asks for the log-probabilities of the sampled token and of
-    that many most likely ones.
+    that many most likely ones; `prompt_logprobs` for the same of the prompt's tokens, all of which
+    are computed for it, whatever the prefix cache holds.
 
     `best_of` sequences are sampled and the `n` with the highest cumulative log-probability
     returned, best first; None: `n`. `beam_width` searches for the likeliest continuations instead
@@ -49,6 +50,7 @@ class SamplingParams:
     stop_token_ids: Sequence[int] = ()
     ignore_eos: bool = False
     logprobs: int | None = None
+    prompt_logprobs: int | None = None
     include_stop_str_in_output: bool = False
     skip_special_tokens: bool = True
     cache_salt: str | None = None
@@ -73,8 +75,9 @@ class SamplingParams:
             )
         self._set("stop", _strings("stop", self.stop))
         self._set("stop_token_ids", _token_ids("stop_token_ids", self.stop_token_ids))
-        if self.logprobs is not None:
-            self._int("logprobs", low=0, high=MAX_LOGPROBS)
+        for name in ("logprobs", "prompt_logprobs"):
+            if getattr(self, name) is not None:
+                self._int(name, low=0, high=MAX_LOGPROBS)
         for name in ("ignore_eos", "include_stop_str_in_output", "skip_special_tokens"):
             if not isinstance(getattr(self, name), bool):
                 raise ValueError(f"{name} must be True or False, got {getattr(self, name)!r}")

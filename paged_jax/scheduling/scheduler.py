@@ -21,8 +21,9 @@ from itertools import chain
 from paged_jax.memory.interface import MemoryManager
 from paged_jax.memory.usage import MemoryUsage
 from paged_jax.scheduling import beams
-from paged_jax.scheduling.batch import PrefillChunk, ScheduledBatch, TokenLogprobs
+from paged_jax.scheduling.batch import PrefillChunk, ScheduledBatch
 from paged_jax.scheduling.fitting import check_fits, pin
+from paged_jax.scheduling.logprobs import TokenLogprobs
 from paged_jax.scheduling.prefill_sizes import fit_to_sizes
 from paged_jax.scheduling.request import FinishReason, Request, Sequence, SequenceStatus
 
@@ -186,6 +187,7 @@ class Scheduler:
                 salt=self._salt(request),
                 max_num_tokens=seq.max_num_slots,
                 keep_free_blocks=0 if self._is_alone(request) else self._watermark_blocks,
+                use_cache=not request.lacks_prompt_logprobs,
             )
             if num_cached is None:
                 return
@@ -234,12 +236,14 @@ class Scheduler:
         batch: ScheduledBatch,
         sampled: collections.abc.Sequence[int],
         logprobs: collections.abc.Sequence[TokenLogprobs | None] = (),
+        prompt_logprobs: collections.abc.Sequence[collections.abc.Sequence[TokenLogprobs]] = (),
     ) -> list[Sequence]:
         """Take in an iteration's results; returns the sequences that it finished.
 
         `sampled`: a token for each of the batch's `sampled`; `logprobs` likewise, at least of
-        those whose `wants_candidates` is set. What was finished or aborted since the batch was
-        scheduled is passed over.
+        those whose `wants_candidates` is set; `prompt_logprobs`: for each prefill, those that its
+        request still lacked. What was finished or aborted since the batch was scheduled is passed
+        over.
         """
         decodes = batch.decodes
         if len(sampled) != batch.num_samples:
@@ -260,6 +264,8 @@ class Scheduler:
                     ended.append(seq)
         if batch.prefills:
             self._update_prefills(batch, sampled[len(decodes) :], ended)
+            for chunk, scores in zip(batch.prefills, prompt_logprobs, strict=False):
+                chunk.seq.request.prompt_logprobs += scores
         searching: dict[str, Request] = {}
         for seq, row in zip(batch.sampled, logprobs, strict=False):
             if row is not None and seq.status is running:
