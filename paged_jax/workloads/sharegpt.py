@@ -57,7 +57,7 @@ def find_packaged_sharegpt() -> Path:
     return files[0]
 
 
-def _read_turns(record: object) -> list[tuple[str, str]]:
+def read_turns(record: object) -> list[tuple[str, str]]:
     """(role, text) of each turn; ValueError says what is wrong with the record."""
     if not isinstance(record, dict) or not isinstance(record.get("conversations"), list):
         raise ValueError(f"a record with a list of conversations expected, got {record!r:.80}")
@@ -86,7 +86,7 @@ def read_sharegpt(path: str | Path) -> tuple[list[Exchange], ShareGPTReport]:
     for record in reader:
         report.records += 1
         try:
-            turns = _read_turns(record)
+            turns = read_turns(record)
         except ValueError as error:
             raise reader.error(str(error)) from None
         if not turns:
