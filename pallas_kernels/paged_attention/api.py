@@ -23,13 +23,16 @@ IMPLEMENTATIONS = Registry(
     {
         "reference": "pallas_kernels.paged_attention.reference",
         "xla": "pallas_kernels.paged_attention.xla",
+        "gather_sdpa": "pallas_kernels.paged_attention.gather_sdpa",
+        "triton": "pallas_kernels.paged_attention.triton",
         "mosaic_gpu": "pallas_kernels.paged_attention.mosaic_gpu",
     },
 )
 
-# What "auto" tries, in order; "xla" refuses nothing.
-AUTO_DECODE = ("xla",)
-AUTO_PREFILL = ("xla",)
+# The kernels that "auto" tries on a GPU, in order, before "xla", which does every call.
+# "gather_sdpa" is used by name alone until measurements say for which prefills it is the fastest.
+AUTO_DECODE = ("mosaic_gpu", "triton")
+AUTO_PREFILL = ("mosaic_gpu", "triton")
 
 
 class Choice(NamedTuple):
@@ -50,14 +53,23 @@ def refusal(impl: str, call: Call) -> str | None:
 
 
 def choose(call: Call) -> Choice:
-    """What ``impl="auto"`` picks for a call, and why nothing before it."""
+    """What ``impl="auto"`` picks for a call, and why nothing before it.
+
+    ValueError for a call with tuning parameters, which are those of one implementation.
+    """
+    if call.options.tuning is not None:
+        raise ValueError(
+            f"attention 'auto' takes no tuning; name the owner of {call.options.tuning}"
+        )
+    has_gpu = call.target is not None or call.options.interpret
     refusals: dict[str, str] = {}
     for name in AUTO_DECODE if call.num_queries == 1 else AUTO_PREFILL:
-        reason = refusal(name, call)
+        # Without a GPU none is asked: to import them takes a second.
+        reason = refusal(name, call) if has_gpu else "it needs an NVIDIA GPU"
         if reason is None:
             return Choice(name, refusals)
         refusals[name] = reason
-    raise Unsupported(f"no implementation of attention takes {call}: {refusals}")
+    return Choice("xla", refusals)
 
 
 def resolve(impl: str, call: Call) -> str:
