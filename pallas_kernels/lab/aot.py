@@ -9,10 +9,8 @@ Both set process-wide state while they run: not for use from several threads.
 
 import contextlib
 import importlib.util
-import os
 import re
 import secrets
-import shutil
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -25,7 +23,7 @@ from jax.experimental import topologies
 from jax.sharding import AbstractDevice, AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 from pallas_kernels import targets
-from pallas_kernels.lab import kernel_calls, ptx
+from pallas_kernels.lab import kernel_calls, ptx, toolkit
 from pallas_kernels.lab.kernel_calls import KernelCall
 from pallas_kernels.lab.occupancy import Occupancy, occupancy
 from pallas_kernels.targets import Target
@@ -96,14 +94,15 @@ def compile(fn: Callable[..., Any], args: Sequence[Any], target: Target) -> Comp
     lowered, calls = _lower(fn, args, target, topology.devices[0])
     # Mosaic compiles a kernel once in a process and dumps only what it compiles.
     names = kernel_calls.rename(lowered, f"kernel_{secrets.token_hex(4)}_")
-    with tempfile.TemporaryDirectory() as folder, _dumping_to(Path(folder)):
-        lowered.compile({"xla_dump_to": folder, "xla_dump_emitter_re": "^ptx$"})
+    with tempfile.TemporaryDirectory() as folder:
+        with toolkit.dumping_to(Path(folder)), _uncached():
+            lowered.compile({"xla_dump_to": folder, "xla_dump_emitter_re": "^ptx$"})
         dump = _Dump(Path(folder))
         reports = (
             _report(call, dump.ptx(name), dump.dynamic_shared_memory(call, name), target)
             for call, name in zip(calls, names, strict=True)
         )
-        return CompiledReport(target, ptx.ptxas_version(), tuple(reports))
+        return CompiledReport(target, toolkit.ptxas_version(), tuple(reports))
 
 
 def _lower(
@@ -145,7 +144,7 @@ def _missing() -> str | None:
     if importlib.util.find_spec("jax_plugins.xla_cuda12") is None:
         return f"compiling for a GPU needs JAX's CUDA plugin; {install}"
     try:
-        ptx.ptxas_version()
+        toolkit.ptxas_version()
     except metadata.PackageNotFoundError as error:
         return f"compiling for a GPU needs ptxas, of the package {error.name}; {install}"
     return None
@@ -200,33 +199,15 @@ class _Dump:
 
 
 @contextlib.contextmanager
-def _dumping_to(folder: Path) -> Iterator[None]:
-    """Mosaic writes what it compiles into `folder`; the wheel's ptxas is used, nothing is cached.
-
-    Mosaic takes ptxas from the PATH and writes PTX of the version that this ptxas knows. It also
-    disassembles with an nvdisasm beside its CUDA, which the wheel lacks: `true` stands in for it.
-    """
-    (folder / "cuda" / "bin").mkdir(parents=True)
-    (folder / "cuda" / "bin" / "nvdisasm").symlink_to(shutil.which("true") or "/bin/true")
-    (folder / "cuda" / "nvvm").symlink_to(ptx.toolkit() / "nvvm")
-    variables = {
-        "MOSAIC_GPU_DUMP_TO": str(folder),
-        "MOSAIC_GPU_CUDA_ROOT": str(folder / "cuda"),
-        "PATH": f"{ptx.toolkit() / 'bin'}{os.pathsep}{os.environ.get('PATH', '')}",
-    }
-    before = {name: os.environ.get(name) for name in variables}
-    cached_from = jax.config.jax_persistent_cache_min_compile_time_secs
-    os.environ.update(variables)
-    jax.config.update("jax_persistent_cache_min_compile_time_secs", float("inf"))
+def _uncached() -> Iterator[None]:
+    """What is compiled within is not written to JAX's cache, which cannot load it again."""
+    name = "jax_persistent_cache_min_compile_time_secs"
+    before = getattr(jax.config, name)
+    jax.config.update(name, float("inf"))
     try:
         yield
     finally:
-        jax.config.update("jax_persistent_cache_min_compile_time_secs", cached_from)
-        for name, value in before.items():
-            if value is None:
-                del os.environ[name]
-            else:
-                os.environ[name] = value
+        jax.config.update(name, before)
 
 
 def _target_config(target: Target) -> str:

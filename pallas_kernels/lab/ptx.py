@@ -2,9 +2,9 @@
 
 import re
 import subprocess
-from importlib import metadata
-from pathlib import Path
 from typing import NamedTuple
+
+from pallas_kernels.lab import toolkit
 
 # What tells how a kernel copies and multiplies. Each stands for the instructions that begin so.
 INSTRUCTIONS = (
@@ -18,8 +18,6 @@ INSTRUCTIONS = (
     "fence.proxy.async",
 )
 
-_PTXAS_PACKAGE = "nvidia-cuda-nvcc-cu12"
-
 
 class Assembled(NamedTuple):
     """What ptxas says of one kernel. Sizes in bytes."""
@@ -29,16 +27,6 @@ class Assembled(NamedTuple):
     spill_loads: int
     stack: int
     shared_memory: int  # static
-
-
-def toolkit() -> Path:
-    """The folder of the wheel that brings ptxas. PackageNotFoundError: it is not installed."""
-    return Path(str(metadata.distribution(_PTXAS_PACKAGE).locate_file("nvidia/cuda_nvcc")))
-
-
-def ptxas_version() -> str:
-    """As 12.9.86. PackageNotFoundError: it is not installed."""
-    return metadata.version(_PTXAS_PACKAGE)
 
 
 def instruction_counts(ptx: str) -> dict[str, int]:
@@ -68,17 +56,19 @@ def assemble(ptx: str, arch: str) -> Assembled:
 
     RuntimeError with ptxas' words if it refuses; PackageNotFoundError if it is not installed.
     """
-    command = [str(toolkit() / "bin" / "ptxas"), "-v", f"-arch={arch}", "-o", "/dev/null", "-"]
+    command = [str(toolkit.ptxas()), "-v", f"-arch={arch}", "-o", "/dev/null", "-"]
     done = subprocess.run(command, input=ptx, capture_output=True, text=True, check=False)
     if done.returncode:
-        raise RuntimeError(f"ptxas {ptxas_version()} refuses the kernel for {arch}: {done.stderr}")
+        raise RuntimeError(
+            f"ptxas {toolkit.ptxas_version()} refuses the kernel for {arch}: {done.stderr}"
+        )
 
     def number(pattern: str) -> int:
         found = re.search(pattern, done.stderr)
         return int(found[1]) if found else 0
 
     if "Used" not in done.stderr:
-        raise RuntimeError(f"ptxas {ptxas_version()} reports no registers: {done.stderr}")
+        raise RuntimeError(f"ptxas {toolkit.ptxas_version()} reports no registers: {done.stderr}")
     return Assembled(
         registers=number(r"Used (\d+) registers"),
         spill_stores=number(r"(\d+) bytes spill stores"),
