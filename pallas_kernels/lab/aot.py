@@ -2,9 +2,8 @@
 
 `lower` needs JAX alone: it finds what Pallas refuses (layouts, tiles, shared memory). `compile`
 needs the ``aot`` extra: it gives registers, spills, occupancy and instructions of every kernel,
-Mosaic and Triton. The versions of JAX and ptxas decide the numbers, the machine does not.
-
-Both set process-wide state while they run: not for use from several threads.
+Mosaic and Triton. The versions of JAX and ptxas decide the numbers, the machine does not. It sets
+environment variables while it runs, and so is not for use from several threads.
 """
 
 import contextlib
@@ -65,7 +64,7 @@ class Missing(RuntimeError):
 
 
 def is_available() -> bool:
-    """Whether `compile` can compile: the ``aot`` extra is installed, with JAX's version."""
+    """Whether `compile` can compile: the ``aot`` extra is installed."""
     return _missing() is None
 
 
