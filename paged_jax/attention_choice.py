@@ -55,16 +55,13 @@ def choose_attention(
 
     largest = prefill_buckets(limits.max_num_batched_tokens)[-1]
     chunks = PrefillShape.of(largest, limits.max_prefill_seqs)
-    shapes = ((limits.max_num_seqs, 1), (chunks.num_rows, chunks.row_tokens))
-    names = []
-    for name, shape in zip((decode, prefill), shapes, strict=True):
-        width = config.head_dim if name == "auto" else cache_head_size(name, config.head_dim)
-        names.append(resolve(name, call(*shape, width)))
-    width = max(cache_head_size(name, config.head_dim) for name in names)
-    for name, shape in zip(names, shapes, strict=True):  # they share the cache
-        resolve(name, call(*shape, width))
-    on_decode, on_prefill = names
-    attention = PagedAttention(
-        options.scale, config.sliding_window, on_decode, on_prefill, interpret
-    )
+    D = config.head_dim
+    decode_shape, prefill_shape = (limits.max_num_seqs, 1), (chunks.num_rows, chunks.row_tokens)
+    decode = resolve(decode, call(*decode_shape, D), widen=True)
+    prefill = resolve(prefill, call(*prefill_shape, D), widen=True)
+    width = max(cache_head_size(decode, D), cache_head_size(prefill, D))
+    # They share the cache: neither may refuse what the other wants.
+    resolve(decode, call(*decode_shape, width))
+    resolve(prefill, call(*prefill_shape, width))
+    attention = PagedAttention(options.scale, config.sliding_window, decode, prefill, interpret)
     return AttentionChoice(attention, width)

@@ -6,6 +6,7 @@ the file are optional: ``refusal(call)`` says why it cannot do a `Call`, and
 ``cache_head_size(head_size)`` how wide the cache must be for a model's head size.
 """
 
+import dataclasses
 from collections.abc import Callable, Hashable
 from typing import NamedTuple
 
@@ -52,8 +53,11 @@ def refusal(impl: str, call: Call) -> str | None:
     return None if refuse is None else refuse(call)
 
 
-def choose(call: Call) -> Choice:
+def choose(call: Call, *, widen: bool = False) -> Choice:
     """What ``impl="auto"`` picks for a call, and why nothing before it.
+
+    With ``widen`` there is no cache yet: the call's head size is the model's, and the cache will be
+    as wide as what is picked wants it (`cache_head_size`).
 
     ValueError for a call with tuning parameters, which are those of one implementation.
     """
@@ -65,23 +69,29 @@ def choose(call: Call) -> Choice:
     refusals: dict[str, str] = {}
     for name in AUTO_DECODE if call.num_queries == 1 else AUTO_PREFILL:
         # Without a GPU none is asked: to import them takes a second.
-        reason = refusal(name, call) if has_gpu else "it needs an NVIDIA GPU"
+        reason = _refusal(name, call, widen) if has_gpu else "it needs an NVIDIA GPU"
         if reason is None:
             return Choice(name, refusals)
         refusals[name] = reason
     return Choice("xla", refusals)
 
 
-def resolve(impl: str, call: Call) -> str:
-    """The implementation that does the call: ``impl``, or what "auto" picks.
+def resolve(impl: str, call: Call, *, widen: bool = False) -> str:
+    """The implementation that does the call: ``impl``, or what "auto" picks; ``widen`` as there.
 
     ValueError for an unknown name, `Unsupported` for one that refuses.
     """
     if impl == "auto":
-        return choose(call).impl
-    if reason := refusal(impl, call):
+        return choose(call, widen=widen).impl
+    if reason := _refusal(impl, call, widen):
         raise Unsupported(f"attention {impl!r} cannot do this: {reason}")
     return impl
+
+
+def _refusal(impl: str, call: Call, widen: bool) -> str | None:
+    if widen:
+        call = dataclasses.replace(call, head_size=cache_head_size(impl, call.head_size))
+    return refusal(impl, call)
 
 
 def cache_head_size(impl: str, head_size: int) -> int:
