@@ -80,6 +80,14 @@ def test_auto_on_a_gpu_is_triton_for_what_mosaic_rejects(target, num_queries, sh
             resolve("mosaic_gpu", rejected)
 
 
+@pytest.mark.parametrize("head_size", [80, 96])
+def test_auto_is_mosaic_for_a_cache_that_may_still_be_widened(head_size):
+    with compiling_for(TARGETS["H200"]):
+        assert choose(call(head_size=head_size), widen=True).impl == "mosaic_gpu"
+        assert resolve("mosaic_gpu", call(head_size=head_size), widen=True) == "mosaic_gpu"
+        assert choose(call(head_size=head_size, block_size=4), widen=True).impl == "triton"
+
+
 def test_auto_on_a_gpu_is_xla_for_what_both_kernels_reject():
     with compiling_for(TARGETS["H200"]):
         choice = choose(call(head_size=320))
