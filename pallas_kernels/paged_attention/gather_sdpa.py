@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from pallas_kernels.paged_attention.spec import AttentionOptions, AttentionResult, Call
+from pallas_kernels.registry import Unsupported
 from pallas_kernels.targets import current
 
 
@@ -65,14 +66,17 @@ def attend(
         return jnp.where(is_written[..., None, None], x, 0)  # unused slots may hold NaN
 
     k = gather(k_cache)
-    out = jax.nn.dot_product_attention(
-        q,
-        k,
-        gather(v_cache),
-        mask=is_visible[:, None],
-        scale=options.scale,
-        implementation="xla" if current() is None else "cudnn",
-    )
+    try:
+        out = jax.nn.dot_product_attention(
+            q,
+            k,
+            gather(v_cache),
+            mask=is_visible[:, None],
+            scale=options.scale,
+            implementation="xla" if current() is None else "cudnn",
+        )
+    except RuntimeError as error:  # no cuDNN, or one that cannot do this on the device
+        raise Unsupported(f"attention 'gather_sdpa' cannot do this: {error}") from error
     scores = options.scale * jnp.einsum(
         "bthgd,bshd->bthgs",
         q.reshape(B, T, Hk, Hq // Hk, D),

@@ -11,6 +11,7 @@ from pallas_kernels.lab.cases import make_case
 from pallas_kernels.paged_attention import (
     AttentionOptions,
     Call,
+    Unsupported,
     paged_prefill_attention,
     refusal,
 )
@@ -90,6 +91,18 @@ def test_the_target_decides_between_xla_and_cudnn(monkeypatch, target):
         with compiling_for(TARGETS[target]):
             jax.eval_shape(attend, *arrays(jnp.bfloat16))
         assert requested == ["cudnn"]
+
+
+def test_a_cudnn_that_is_missing_is_named(monkeypatch):
+    def dot_product_attention(*_, **__):
+        raise RuntimeError("cuDNN is not detected.")
+
+    monkeypatch.setattr(jax.nn, "dot_product_attention", dot_product_attention)
+    with (
+        compiling_for(TARGETS["H200"]),
+        pytest.raises(Unsupported, match="'gather_sdpa' cannot do this: cuDNN is not detected"),
+    ):
+        jax.eval_shape(attend, *arrays(jnp.bfloat16))
 
 
 def test_statistics_that_nobody_uses_cost_no_product(monkeypatch):
