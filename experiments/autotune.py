@@ -15,11 +15,9 @@ results.json and results.csv with a row for each candidate, and candidates.jsonl
 """
 
 import dataclasses
-import json
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from itertools import product
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +25,7 @@ import jax.numpy as jnp
 from absl import flags
 
 from experiments import reporting
+from experiments.latency import search
 from experiments.latency.shapes import GEOMETRIES, Shape, parse_geometry
 from pallas_kernels.lab.worker import Outcome, Worker
 from pallas_kernels.paged_attention import (
@@ -39,24 +38,6 @@ from pallas_kernels.paged_attention import (
 )
 from pallas_kernels.targets import Target
 
-# What is tried of each parameter that a kernel's tuning has, and which are varied together.
-CHOICES: dict[str, Sequence[int]] = {
-    "block_kv": (16, 32, 64, 128, 256),
-    "kv_heads": (1, 2, 4, 8),
-    "query_columns": (8, 16, 32),
-    "block_rows": (16, 32, 64),
-    "num_stages": (2, 3, 4, 6, 8),
-    "num_warps": (2, 4, 8),
-    "num_splits": (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64),
-}
-GROUPS = (
-    ("block_kv", "kv_heads", "query_columns", "block_rows"),
-    ("num_stages", "num_warps"),
-    ("num_splits",),
-)
-TABLE = Path(tuning.__file__).with_name("tuning_table.json")
-TABLE_IMPLS = ("mosaic_gpu",)  # whose choice the table is
-
 _IMPL = flags.DEFINE_string("impl", "mosaic_gpu", "The kernel to tune.")
 _GEOMETRY = flags.DEFINE_string(
     "geometry", "llama3-8b", f"{', '.join(GEOMETRIES)}, or query heads/KV heads/head size."
@@ -65,41 +46,13 @@ _BATCH = flags.DEFINE_integer("batch", 64, "Sequences.", lower_bound=1)
 _CONTEXT = flags.DEFINE_integer("context", 4096, "Tokens of each.", lower_bound=1)
 _BLOCK_SIZE = flags.DEFINE_integer("block_size", 16, "Tokens of a block.", lower_bound=1)
 _DTYPE = flags.DEFINE_enum("dtype", "bfloat16", ["bfloat16", "float16", "float32"], "Of all.")
-_TABLE = flags.DEFINE_string("table", str(TABLE), "The table that gets the entry.")
+_TABLE = flags.DEFINE_string("table", str(search.TABLE), "The table that gets the entry.")
 _LEAST_GAIN = flags.DEFINE_float("least_gain", 0.01, "Part of the time to save, for an entry.")
 _SECONDS = flags.DEFINE_float("seconds", 0.05, "How long to time a candidate.", lower_bound=0)
 _TIME_LIMIT_S = flags.DEFINE_float("time_limit_s", 300, "For the search.", lower_bound=1)
 _CHECK_LIMIT_S = flags.DEFINE_float("check_limit_s", 40, "For one candidate.", lower_bound=1)
 _DRY_RUN = flags.DEFINE_bool("dry_run", False, "Without a GPU, in the interpreter; no entry.")
 _OUT_DIR = flags.DEFINE_string("out_dir", "out/autotune", "Where the results go.")
-
-
-def neighbours[T](start: T, group: Sequence[str]) -> Iterator[T]:
-    """`start` with every combination of the group's parameters that its class takes."""
-    names = [name for name in group if hasattr(start, name)]
-    for values in product(*(CHOICES[name] for name in names)):
-        try:
-            yield dataclasses.replace(start, **dict(zip(names, values, strict=True)))  # type: ignore[type-var]
-        except ValueError:
-            continue
-
-
-def search[T](start: T, measure: Callable[[T], float]) -> T:
-    """The fastest found by varying one group after the other until nothing is gained.
-
-    `measure` gives seconds, or infinity for what does not do.
-    """
-    times = {start: measure(start)}
-    best = start
-    while True:
-        before = best
-        for group in GROUPS:
-            for candidate in neighbours(best, group):
-                if candidate not in times:
-                    times[candidate] = measure(candidate)
-            best = min(times, key=lambda candidate: times[candidate])
-        if best == before:
-            return best
 
 
 class Tuner:
@@ -158,13 +111,6 @@ class Tuner:
         return math.inf if time_us is None else 1e-6 * time_us
 
 
-def write_entry(path: Path, key: str, entry: Mapping[str, int]) -> None:
-    """Put an entry into a table, whose others stay; sorted by key."""
-    table = json.loads(path.read_text()) if path.exists() else {}
-    table[key] = dict(entry)
-    path.write_text(json.dumps(dict(sorted(table.items())), indent=2) + "\n")
-
-
 def main() -> None:
     shape = Shape(
         parse_geometry(_GEOMETRY.value),
@@ -187,7 +133,7 @@ def main() -> None:
             )
         tuner = Tuner(worker, _IMPL.value, shape, outcome.value, out_dir)
         start = module.default_tuning(tuner.call())
-        best = search(start, tuner.seconds)
+        best = search.search(start, tuner.seconds)
         again = {each: tuner.measure(each, 10 * _SECONDS.value) for each in {start, best}}
     if math.isinf(again[best]):
         raise ValueError(f"no tuning of {_IMPL.value} does {shape}: {tuner.rows[-1]['verdict']}")
@@ -195,11 +141,11 @@ def main() -> None:
     gain = 1 - again[best] / again[start]
     print(f"{shape}: {best}, {100 * gain:.1f} % faster than {start}")
     reporting.write_cases(tuner.rows, out_dir, _IMPL, best=best, start=start, gain=gain)
-    if target is None or _IMPL.value not in TABLE_IMPLS or not gain > _LEAST_GAIN.value:
+    if target is None or _IMPL.value not in search.TABLE_IMPLS or not gain > _LEAST_GAIN.value:
         print("no entry written")
     else:
         key = tuning.table_key(tuner.call(), target)
-        write_entry(Path(_TABLE.value), key, dataclasses.asdict(best))
+        search.write_entry(Path(_TABLE.value), key, dataclasses.asdict(best))
         print(f"entry {key!r} written to {_TABLE.value}")
 
 

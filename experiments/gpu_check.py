@@ -9,8 +9,8 @@ what matters most first: each kernel against float64, then the shapes that have 
 geometries, batches and contexts, the paper's figures 18a and 18b, all other cases of the lab, and
 NVIDIA's compute-sanitizer where there is one. After every check results.json and table.md in
 --out_dir are written anew; at the time limit, or when it is stopped, they have all that was found.
-One process at a time has the GPU: a kernel that hangs or takes it down costs its own check alone,
-and after two of these its implementation is left out.
+One process at a time has the GPU: a kernel that hangs, fails or takes it down costs its own check
+alone, and after three of these its implementation is left out.
 
 Exit code 1: something was wrong, failed, hung or crashed. Checks for which no time was left are
 listed, and are no fault.
@@ -20,15 +20,15 @@ import secrets
 import signal
 import sys
 import time
-from collections import Counter
 
 from absl import flags
 
 from experiments import reporting
 from experiments.device_check import plan, sanitizer
-from experiments.device_check.checks import Check, Settings, is_fault
+from experiments.device_check.checks import Settings
 from experiments.device_check.report import Report
-from pallas_kernels.lab.worker import Outcome, Worker
+from experiments.device_check.runner import run_checks, run_sanitizer
+from pallas_kernels.lab.worker import Worker
 
 _OUT_DIR = flags.DEFINE_string("out_dir", "out/gpu_check", "Where the results go.")
 _TIME_LIMIT_S = flags.DEFINE_float("time_limit_s", 330, "For everything.", lower_bound=1)
@@ -39,8 +39,6 @@ _DRY_RUN = flags.DEFINE_bool("dry_run", False, "Tiny shapes and interpreted kern
 
 START_LIMIT_S = 120.0
 SANITIZER_S = 60.0  # kept for the sanitizer, where there is one
-LEAST_S = 5.0  # a check is not begun with less than this left
-MAX_LOSSES = 2  # hung or crashed checks of an implementation
 # Memory that a killed process had may be given back a moment after its end.
 ENVIRONMENT = {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
 
@@ -63,43 +61,6 @@ def start(worker: Worker, report: Report) -> Settings:
     )
 
 
-def run_checks(
-    checks: list[Check], worker: Worker, report: Report, settings: Settings, deadline: float
-) -> None:
-    """Run them in their order until they or the time are at an end."""
-    losses: Counter[str] = Counter()
-    for number, check in enumerate(checks):
-        left = deadline - time.monotonic()
-        if left < LEAST_S:
-            report.not_run = [str(check) for check in checks[number:]]
-            return
-        name = check.implementation
-        if losses[name] < MAX_LOSSES:
-            outcome = worker.call(*check.call(settings), min(left, _CHECK_LIMIT_S.value))
-        else:
-            outcome = Outcome("raised", reason=f"not tried: {name} hung or crashed before")
-        losses[name] += outcome.status in ("hung", "crashed")
-        row = check.row(outcome, settings)
-        if is_fault(row.verdict):
-            worker.close()  # what is amiss in a process can spoil all that it does after
-        report.add(row, outcome.details or getattr(outcome.value, "details", ""))
-        print(f"{deadline - time.monotonic():4.0f} s left. {check}: {row.verdict}", flush=True)
-
-
-def run_sanitizer(command: str, report: Report, deadline: float) -> None:
-    """Each of its tools over each of our kernels, while there is time."""
-    for tool in sanitizer.TOOLS:
-        for implementation in plan.OURS:
-            left = deadline - time.monotonic()
-            if left < LEAST_S:
-                report.not_run.append(f"compute-sanitizer {tool}: {implementation}")
-                continue
-            row = sanitizer.run(command, tool, implementation, plan.FIRST_SPECS[0], left)
-            report.sanitizer.append(row)
-            report.write()
-            print(f"compute-sanitizer {tool}, {implementation}: {row['verdict']}", flush=True)
-
-
 def main() -> None:
     deadline = time.monotonic() + _TIME_LIMIT_S.value
     report = Report(reporting.make_out_dir(_OUT_DIR.value))
@@ -112,7 +73,14 @@ def main() -> None:
         report.write()
         print(report.summary(), flush=True)
         reserved = SANITIZER_S if command else 0
-        run_checks(checks, worker, report, settings, deadline - reserved)
+        run_checks(
+            checks,
+            worker,
+            report,
+            settings,
+            deadline=deadline - reserved,
+            limit_s=_CHECK_LIMIT_S.value,
+        )
     if command:
         run_sanitizer(command, report, deadline)
     report.state = "finished"
