@@ -68,23 +68,24 @@ def main() -> None:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit("stopped"))
     checks = plan.chosen(plan.small_plan() if _DRY_RUN.value else plan.full_plan(), _IMPL.value)
     command = None if _DRY_RUN.value else sanitizer.find()
-    with Worker(ENVIRONMENT) as worker:
-        settings = start(worker, report)
+    try:
+        with Worker(ENVIRONMENT) as worker:
+            settings = start(worker, report)
+            print(report.summary(), flush=True)
+            reserved = SANITIZER_S if command else 0
+            run_checks(
+                checks,
+                worker,
+                report,
+                settings,
+                deadline=deadline - reserved,
+                limit_s=_CHECK_LIMIT_S.value,
+            )
+        if command:
+            run_sanitizer(command, report, deadline)
+        report.state = "finished"
+    finally:
         report.write()
-        print(report.summary(), flush=True)
-        reserved = SANITIZER_S if command else 0
-        run_checks(
-            checks,
-            worker,
-            report,
-            settings,
-            deadline=deadline - reserved,
-            limit_s=_CHECK_LIMIT_S.value,
-        )
-    if command:
-        run_sanitizer(command, report, deadline)
-    report.state = "finished"
-    report.write()
     report.print()
     print(f"results in {report.out_dir}", flush=True)
     if report.faults():

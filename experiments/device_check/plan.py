@@ -16,6 +16,8 @@ LLAMA, OPT, SMOLLM2 = (GEOMETRIES[name] for name in ("llama3-8b", "opt-13b", "sm
 # The shapes that have targets.
 FULL_BATCH = Shape(LLAMA, batch=64, context=4096, block_size=16, dtype="bfloat16")
 LONG_CONTEXT = Shape(LLAMA, batch=1, context=32768, block_size=16, dtype="bfloat16")
+# Each cache has 2 ** 31 elements, 4 GiB.
+LARGE_CACHE = Shape(LLAMA, batch=64, context=32768, block_size=16, dtype="bfloat16")
 
 OURS = ("mosaic_gpu", "mosaic_gpu_wgmma")
 BASELINE = "contiguous"
@@ -31,6 +33,7 @@ def full_plan() -> Iterator[Check]:
     yield from value_checks(FIRST_SPECS)
     for shape in (FULL_BATCH, LONG_CONTEXT):
         yield from (LatencyCheck(name, shape) for name in EVERYTHING)
+    yield from (LatencyCheck(name, LARGE_CACHE) for name in (*OURS, "triton", "xla"))
     for op in OPS:
         if op != "attention":
             yield from value_checks(None, [op])

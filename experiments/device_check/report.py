@@ -28,7 +28,7 @@ class Report:
     values: list[ValueRow] = field(default_factory=list)
     latency: list[Row] = field(default_factory=list)
     sanitizer: list[dict[str, Any]] = field(default_factory=list)
-    state: str = "running"
+    state: str = "not finished"
     not_run: list[str] = field(default_factory=list)
 
     def add(self, row: ValueRow | Row, details: str) -> None:
