@@ -24,7 +24,6 @@ import os
 import secrets
 import sys
 from collections import Counter
-from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -53,7 +52,7 @@ _WORKERS = flags.DEFINE_integer("workers", os.cpu_count(), "Processes at once.",
 _OUT_DIR = flags.DEFINE_string("out_dir", "out/kernel_check", "Where the results go.")
 flags.mark_flag_as_required("impl")
 
-FAULTS_SHOWN = 3
+FAULTS_SHOWN = 5
 GOOD = ("pass", "refused")
 RACES = {None: None, False: "none", True: "found"}
 SHORT_NAMES = {"cp.async.bulk.tensor": "TMA copies", "fence.proxy.async": "fences"}
@@ -155,41 +154,38 @@ def row(task: Task, result: CheckResult, seconds: float) -> dict[str, Any]:
 
 
 def print_tables(rows: list[dict[str, Any]]) -> None:
-    """For each implementation a table of values and one of what was lowered."""
+    """For each implementation a table of each kind of check."""
     for impl in dict.fromkeys(row["implementation"] for row in rows):
-        own = [row for row in rows if row["implementation"] == impl]
-        values = [row for row in own if row["check"] == "values"]
-        if values:
-            reporting.print_table(
-                f"{impl}: values on {values[0]['where']}",
-                ["case", "shape", "dtype", "error", "tolerance", "races", "s", "verdict"],
-                [
-                    [row[name] for name in ("case", "shape", "dtype", "error", "tolerance")]
-                    + [RACES[row["races"]], row["seconds"], verdict_of(row)]
-                    for row in values
-                ],
-            )
-        lowered = [row for row in own if row["check"] == "lowering"]
-        if lowered:
-            reporting.print_table(
-                f"{impl}: lowering",
-                [
-                    "case",
-                    "GPU",
-                    "registers",
-                    "spills",
-                    "shared memory",
-                    "programs per core",
-                    "instructions",
-                    "verdict",
-                ],
-                [
-                    [row[name] for name in ("case", "where", "registers", "spills")]
-                    + [row["shared_memory"], occupancy_of(row), instructions_of(row)]
-                    + [verdict_of(row)]
-                    for row in lowered
-                ],
-            )
+        for check, line_of in (("values", values_line), ("lowering", lowering_line)):
+            lines = [
+                line_of(row)
+                for row in rows
+                if (row["implementation"], row["check"]) == (impl, check)
+            ]
+            if lines:
+                cells = [list(line.values()) for line in lines]
+                reporting.print_table(f"{impl}: {check}", list(lines[0]), cells)
+
+
+def values_line(row: dict[str, Any]) -> dict[str, object]:
+    """What a table of values shows."""
+    return {
+        **{name: row[name] for name in ("case", "shape", "dtype", "where", "error", "tolerance")},
+        "races": RACES[row["races"]],
+        "s": row["seconds"],
+        "verdict": verdict_of(row),
+    }
+
+
+def lowering_line(row: dict[str, Any]) -> dict[str, object]:
+    """What a table of lowering shows."""
+    return {
+        **{name: row[name] for name in ("case", "where", "registers", "spills")},
+        "shared memory": row["shared_memory"],
+        "programs per core": occupancy_of(row),
+        "instructions": instructions_of(row),
+        "verdict": verdict_of(row),
+    }
 
 
 def verdict_of(row: dict[str, Any]) -> str:
@@ -212,22 +208,31 @@ def instructions_of(row: dict[str, Any]) -> str | None:
     return ", ".join(f"{count} {name}" for count, name in counts if count) or None
 
 
-def faults(rows: Iterable[dict[str, Any]]) -> list[str]:
-    """What makes the run fail, in words."""
+def faults(rows: list[dict[str, Any]], details: list[str]) -> list[dict[str, str]]:
+    """What makes the run fail: in words, and in detail, of which there is one for each row."""
     found = []
-    passed: Counter[tuple[str, str]] = Counter()
-    for row in rows:
-        kind = (row["implementation"], row["check"])
-        passed[kind] += row["verdict"] == "pass"
+    for row, detail in zip(rows, details, strict=True):
         if row["verdict"] not in GOOD:
+            where = f"{row['implementation']}, {row['case']}, {row['where']}"
             found.append(
-                f"{row['implementation']}, {row['case']} on {row['where']}: {row['verdict']}: "
-                f"{row['reason']}"
+                {"fault": f"{where}: {row['verdict']}: {row['reason']}", "details": detail}
             )
-    for (impl, check), count in passed.items():
-        if not count and not found:
-            found.append(f"{impl}: no case of {check} passed, so nothing was checked")
+    verdicts: dict[tuple[str, str], set[str]] = {}
+    for row in rows:
+        verdicts.setdefault((row["implementation"], row["check"]), set()).add(row["verdict"])
+    for (impl, check), kinds in verdicts.items():
+        if kinds == {"refused"}:
+            fault = f"{impl}: every case of {check} is refused, so nothing was checked"
+            found.append({"fault": fault, "details": ""})
     return found
+
+
+def print_faults(found: list[dict[str, str]]) -> None:
+    """The first ones with what there is of detail."""
+    for fault in found[:FAULTS_SHOWN]:
+        print("\n".join(line for line in fault.values() if line))
+    if len(found) > FAULTS_SHOWN:
+        print(f"… and {len(found) - FAULTS_SHOWN} more faults, in results.json")
 
 
 def main() -> None:
@@ -236,7 +241,10 @@ def main() -> None:
     if unknown := set(_TARGET.value) - set(TARGETS):
         raise ValueError(f"--target takes {', '.join(TARGETS)}, got {', '.join(sorted(unknown))}")
     for impl in _IMPL.value:
-        lab_of(_OP.value).REGISTRY.module(impl)
+        try:
+            lab_of(_OP.value).REGISTRY.module(impl)
+        except ImportError as error:
+            raise ValueError(f"cannot import the implementation {impl}: {error}") from error
     out_dir = reporting.make_out_dir(_OUT_DIR.value)
     # The workers need the GPU's memory.
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
@@ -249,10 +257,8 @@ def main() -> None:
     rows = [row(task, *result) for task, result in zip(todo, results, strict=True)]
 
     print_tables(rows)
-    found = faults(rows)
-    details = [result.details for result, _ in results if result.verdict not in GOOD]
-    for fault, detail in list(zip(found, details, strict=False))[:FAULTS_SHOWN]:
-        print(f"{fault}\n{detail}")
+    found = faults(rows, [result.details for result, _ in results])
+    print_faults(found)
     reporting.write_cases(rows, out_dir, _IMPL, seed=seed, interpret=interpret, faults=found)
     for impl in _IMPL.value:
         counts = Counter(row["verdict"] for row in rows if row["implementation"] == impl)
