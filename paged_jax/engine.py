@@ -53,7 +53,7 @@ class Engine:
     watermark: fraction of the blocks that admission leaves free for running sequences to grow.
     dtype: of weights and cache; "auto": float32 on a CPU, bfloat16 on a GPU.
     attention, prefill_attention: an implementation of `pallas_kernels.paged_attention` for either
-        step, by name, or "auto".
+        step, by name, or "auto"; kv_write: likewise, of `pallas_kernels.kv_write`.
     interpret_kernels: run Pallas kernels in Pallas' interpreter, which needs no GPU and is slow.
     seed: of requests that bring none.
     warm_up: compile every step in the background; one that is needed before has priority. `warm_up`
@@ -77,6 +77,7 @@ class Engine:
         dtype: str = "auto",
         attention: str = "auto",
         prefill_attention: str = "auto",
+        kv_write: str = "auto",
         interpret_kernels: bool = False,
         seed: int = 0,
         warm_up: bool = True,
@@ -103,15 +104,15 @@ class Engine:
 
         self.config = model.config if isinstance(model, LoadedModel) else load_config(model)
         self.max_model_len = limits.model_len(self.config)
-        attend, head_size = choose_attention(
+        self.attention, head_size = choose_attention(
             self.config,
             limits,
             self.max_model_len,
             decode=attention,
             prefill=prefill_attention,
+            write=kv_write,
             interpret=interpret_kernels,
         )
-        self.attention, self.prefill_attention = attend.decode_impl, attend.prefill_impl
         self.num_blocks = pool_size.num_blocks(
             self.config, limits, self.max_model_len, cache_head_size=head_size
         )
@@ -139,7 +140,7 @@ class Engine:
             self.config,
             cache,
             memory,
-            attention=attend,
+            attention=self.attention,
             max_num_seqs=self.max_num_seqs,
             prefill_buckets=buckets,
             max_prefill_seqs=limits.max_prefill_seqs,

@@ -5,7 +5,6 @@ is the null block: what is padded goes there, nothing reads it.
 """
 
 from dataclasses import dataclass
-from types import ModuleType
 
 import jax.numpy as jnp
 from jax import Array
@@ -42,24 +41,24 @@ class MoveCall:
     options: MoveOptions
     target: Target | None  # the GPU it is traced for; None: no GPU
 
+    @classmethod
+    def of(cls, caches: list[Array], indices: Array, options: MoveOptions) -> "MoveCall":
+        """Of caches that are alike, and ``i32[N]`` that say what is moved."""
+        first = caches[0]
+        target = targets.current()
+        return cls(len(indices), len(caches), first.shape, first.dtype, options, target)
 
-def implementation(
-    registry: Registry,
-    impl: str,
-    caches: list[Array],
-    indices: Array,  # i32[N], of what is moved
-    options: MoveOptions,
-) -> ModuleType:
-    """The module that does a call; ValueError for an unknown name, `Unsupported` if it refuses."""
+
+def resolve(registry: Registry, impl: str, call: MoveCall) -> str:
+    """The implementation that does the call: ``impl``, or what "auto" stands for.
+
+    ValueError for an unknown name, `Unsupported` for one that refuses.
+    """
     name = AUTO if impl == "auto" else impl
-    module = registry.module(name)
-    call = MoveCall(
-        len(indices), len(caches), caches[0].shape, caches[0].dtype, options, targets.current()
-    )
-    refuse = getattr(module, "refusal", None)
+    refuse = getattr(registry.module(name), "refusal", None)
     if refuse is not None and (reason := refuse(call)):
         raise Unsupported(f"{registry.op} {name!r} cannot do this: {reason}")
-    return module
+    return name
 
 
 def check_caches(caches: list[Array]) -> None:

@@ -13,10 +13,11 @@ Each raises ValueError for shapes that do not fit, `Unsupported` for what ``impl
 """
 
 from collections.abc import Sequence
+from types import ModuleType
 
 from jax import Array
 
-from pallas_kernels.moves import MoveOptions, check_caches, check_indices, implementation
+from pallas_kernels.moves import MoveCall, MoveOptions, check_caches, check_indices, resolve
 from pallas_kernels.registry import Registry
 
 IMPLEMENTATIONS = Registry(
@@ -49,7 +50,7 @@ def copy_blocks(
     if len(sources) != len(targets):
         raise ValueError(f"{len(sources)} sources, but {len(targets)} targets")
     options = MoveOptions(interpret, detect_races)
-    module = implementation(IMPLEMENTATIONS, impl, caches, targets, options)
+    module = _module(impl, caches, targets, options)
     copied: list[Array] = module.copy(caches, sources, targets, options=options)
     return copied
 
@@ -70,7 +71,7 @@ def read_blocks(
     check_caches(caches)
     check_indices("blocks", blocks)
     options = MoveOptions(interpret, detect_races)
-    module = implementation(IMPLEMENTATIONS, impl, caches, blocks, options)
+    module = _module(impl, caches, blocks, options)
     staged: Array = module.read(caches, blocks, options=options)
     return staged
 
@@ -98,6 +99,11 @@ def write_blocks(
             f"{len(caches)} caches, got {staged.dtype}{staged.shape}"
         )
     options = MoveOptions(interpret, detect_races)
-    module = implementation(IMPLEMENTATIONS, impl, caches, blocks, options)
+    module = _module(impl, caches, blocks, options)
     written: list[Array] = module.write(caches, staged, blocks, options=options)
     return written
+
+
+def _module(impl: str, caches: list[Array], blocks: Array, options: MoveOptions) -> ModuleType:
+    name = resolve(IMPLEMENTATIONS, impl, MoveCall.of(caches, blocks, options))
+    return IMPLEMENTATIONS.module(name)

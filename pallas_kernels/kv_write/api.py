@@ -8,7 +8,7 @@ To add one, write a file with a ``write`` of `reference`'s signature and name it
 import jax.numpy as jnp
 from jax import Array
 
-from pallas_kernels.moves import MoveOptions, check_caches, check_indices, implementation
+from pallas_kernels.moves import MoveCall, MoveOptions, check_caches, check_indices, resolve
 from pallas_kernels.registry import Registry
 
 IMPLEMENTATIONS = Registry(
@@ -58,8 +58,8 @@ def write_kv(
         return jnp.pad(x.astype(k_cache.dtype), ((0, 0), (0, 0), (0, cache_D - x.shape[2])))
 
     options = MoveOptions(interpret, detect_races)
-    module = implementation(IMPLEMENTATIONS, impl, caches, slots, options)
-    written: tuple[Array, Array] = module.write(
+    name = resolve(IMPLEMENTATIONS, impl, MoveCall.of(caches, slots, options))
+    written: tuple[Array, Array] = IMPLEMENTATIONS.module(name).write(
         k_cache, v_cache, widened(k), widened(v), slots, options=options
     )
     return written
