@@ -5,11 +5,11 @@
     python -m experiments.kernel_latency --geometry=llama3-8b --block_size=8,16,32,64,128
     python -m experiments.kernel_latency --geometry=32/8/128,opt-13b --impl=mosaic_gpu,cudnn_paged
 
-One decode step's attention of a single layer, all rows at the same context length, over blocks at
-random places. Every output is compared with float32 attention before anything is timed. Beside the
-implementations of paged attention stand `contiguous` (the same kernel body over contiguous caches),
-`xla_contiguous` (two plain products), `jax_paged` (JAX's own kernel), `cudnn_paged` and
-`cudnn_contiguous`. A kernel that does not run here is a row that says why.
+One step's attention of a single layer, all rows at the same context length, over blocks at random
+places; --queries is for prefills. Every output is compared with float32 attention before anything
+is timed. Beside the implementations of paged attention stand `contiguous` (the same kernel body
+over contiguous caches), `xla_contiguous` (two plain products), `jax_paged` (JAX's own kernel),
+`cudnn_paged` and `cudnn_contiguous`. A kernel that does not run here is a row that says why.
 
 GB/s counts the keys and values of the contexts, once each; copy_fraction divides it by the copy
 bandwidth measured in the same run. ratio is the time over the contiguous baseline's: the paper's
@@ -83,6 +83,9 @@ _CONTEXT = flags.DEFINE_list(
     "context", None, "Context lengths; default 64,256,1024, on a GPU 64,256,4096."
 )
 _BLOCK_SIZE = flags.DEFINE_list("block_size", ["8", "16", "128"], "Block sizes, in tokens.")
+_QUERIES = flags.DEFINE_integer(
+    "queries", 1, "Queries at the end of each context; more than one: a prefill.", lower_bound=1
+)
 _SECONDS = flags.DEFINE_float("seconds", 0.3, "About how long each case is timed.", lower_bound=0.0)
 _INTERPRET = flags.DEFINE_bool(
     "interpret", False, "Run Pallas kernels in the interpreter: shows that they run, not how fast."
@@ -107,7 +110,7 @@ def cases(defaults: Defaults, baseline: str) -> Iterator[tuple[str, Shape]]:
                 for name in impls:
                     sizes = block_sizes[:1] if name in contenders.CONTIGUOUS else block_sizes
                     for size in sizes:
-                        yield name, Shape(geometry, batch, context, size, dtype)
+                        yield name, Shape(geometry, batch, context, size, dtype, _QUERIES.value)
 
 
 def run_case(name: str, shape: Shape, bandwidth: float) -> Row:

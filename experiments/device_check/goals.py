@@ -43,10 +43,14 @@ def goals(rows: Sequence[Row]) -> Iterator[Goal]:
 
 
 def _is_of(row: Row, shape: Shape) -> bool:
-    place = (row.geometry, row.batch, row.context, row.dtype)
-    return place == (str(shape.geometry), shape.batch, shape.context, shape.dtype) and (
-        row.block_size in (None, shape.block_size)
-    )
+    place = (row.geometry, row.batch, row.context, row.queries, row.dtype)
+    return place == (
+        str(shape.geometry),
+        shape.batch,
+        shape.context,
+        shape.queries,
+        shape.dtype,
+    ) and row.block_size in (None, shape.block_size)
 
 
 def _at_least(kernel: str, what: str, least: float, measured: float | None) -> Goal:

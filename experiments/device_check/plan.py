@@ -18,10 +18,16 @@ FULL_BATCH = Shape(LLAMA, batch=64, context=4096, block_size=16, dtype="bfloat16
 LONG_CONTEXT = Shape(LLAMA, batch=1, context=32768, block_size=16, dtype="bfloat16")
 # Each cache has 2 ** 31 elements, 4 GiB.
 LARGE_CACHE = Shape(LLAMA, batch=64, context=32768, block_size=16, dtype="bfloat16")
+# A chunk over a history, and a prompt without one: gathered, or read from its blocks?
+PREFILLS = (
+    replace(FULL_BATCH, batch=4, context=4096, queries=512),
+    replace(FULL_BATCH, batch=2, context=2048, queries=2048),
+)
 
 OURS = ("mosaic_gpu", "mosaic_gpu_wgmma")
 BASELINE = "contiguous"
 RIVALS = ("jax_paged", "cudnn_paged")
+PREFILLING = ("mosaic_gpu", "gather_sdpa", "triton", "xla")
 EVERYTHING = (*OURS, BASELINE, *RIVALS, "cudnn_contiguous", "triton", "xla", "xla_contiguous")
 
 # By name in `lab.attention.VALUE_SPECS`: what says most about a kernel.
@@ -33,6 +39,7 @@ def full_plan() -> Iterator[Check]:
     yield from value_checks(FIRST_SPECS)
     for shape in (FULL_BATCH, LONG_CONTEXT):
         yield from (LatencyCheck(name, shape) for name in EVERYTHING)
+    yield from (LatencyCheck(name, shape) for shape in PREFILLS for name in PREFILLING)
     yield from (LatencyCheck(name, LARGE_CACHE) for name in (*OURS, "triton", "xla"))
     for op in OPS:
         if op != "attention":
@@ -52,6 +59,7 @@ def small_plan() -> Iterator[Check]:
     yield from value_checks(FIRST_SPECS[:1])
     shape = Shape(Geometry(4, 2, 64), batch=2, context=64, block_size=16, dtype="bfloat16")
     yield from (LatencyCheck(name, shape) for name in EVERYTHING)
+    yield from (LatencyCheck(name, replace(shape, queries=8)) for name in PREFILLING)
     yield from value_checks(FIRST_SPECS)
 
 

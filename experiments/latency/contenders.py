@@ -20,7 +20,7 @@ from pallas_kernels.paged_attention import (
     IMPLEMENTATIONS,
     Unsupported,
     cache_head_size,
-    paged_attention,
+    paged_prefill_attention,
 )
 
 
@@ -28,7 +28,7 @@ class Contender(NamedTuple):
     """An implementation, ready for a shape; all its variants compute the same.
 
     prepare: inputs and a seed (for the order of blocks) -> the arguments of every variant.
-    variants: by the settings that tell them apart; ``(*arguments) -> [B, Hq, D]``.
+    variants: by the settings that tell them apart; ``(*arguments) -> [B, T, Hq, D]``.
     """
 
     prepare: Callable[[Inputs, int], Arguments]
@@ -44,11 +44,21 @@ def contender(
     """
     scale = 1 / math.sqrt(shape.geometry.head_size)
     if name in OTHERS:
+        if shape.queries > 1:
+            raise Unsupported(f"{name} is here for decoding, not for {shape.queries} queries")
         return OTHERS[name](shape, scale, interpret)
-    attend = partial(paged_attention, scale=scale, impl=name, interpret=interpret, tuning=tuning)
+
+    def attend(q: Array, k: Array, v: Array, tables: Array, lens: Array) -> Array:
+        return paged_prefill_attention(
+            *(q, k, v, tables, lens, lens - shape.queries),
+            scale=scale,
+            impl=name,
+            interpret=interpret,
+            tuning=tuning,
+        ).out
+
     width = cache_head_size(name, shape.geometry.head_size)
-    variants: dict[str, Callable[..., Any]] = {"": attend}
-    return Contender(partial(paged, shape=shape, cache_head_size=width), variants)
+    return Contender(partial(paged, shape=shape, cache_head_size=width), {"": attend})
 
 
 def check_name(name: str) -> None:
@@ -62,7 +72,7 @@ def xla_contiguous(shape: Shape, scale: float, interpret: bool) -> Contender:
     """Two plain products over caches ``[B, Hk, L, D]``."""
 
     def attend(q: Array, k: Array, v: Array, context_lens: Array) -> Array:
-        B, Hq, D = q.shape
+        B, _, Hq, D = q.shape
         _, Hk, L, _ = k.shape
         grouped = q.reshape(B, Hk, Hq // Hk, D)
         used = jnp.arange(L) < context_lens[:, None]
@@ -86,7 +96,12 @@ def jax_paged(shape: Shape, scale: float, interpret: bool) -> Contender:
 
     def prepare(inputs: Inputs, seed: int) -> Arguments:
         q, k, v, tables, lens = paged(inputs, seed, shape=shape, cache_head_size=D)
-        return q * scale, k.swapaxes(0, 1), v.swapaxes(0, 1), tables, lens  # it knows no scale
+        # It knows no scale.
+        return q[:, 0] * scale, k.swapaxes(0, 1), v.swapaxes(0, 1), tables, lens
+
+    def attend(*arguments: Array, **settings: int) -> Array:
+        out: Array = kernel(*arguments, interpret=interpret, **settings)
+        return out[:, None]
 
     variants = {}
     for k_splits in (16, 4, 1):
@@ -94,7 +109,7 @@ def jax_paged(shape: Shape, scale: float, interpret: bool) -> Contender:
             # As many blocks at a time as divide a split, up to its default of 8.
             blocks = math.gcd(M // k_splits, 8)
             variants[f"{k_splits} splits"] = partial(
-                kernel, k_splits=k_splits, pages_per_compute_block=blocks, interpret=interpret
+                attend, k_splits=k_splits, pages_per_compute_block=blocks
             )
     return Contender(prepare, variants)
 
@@ -106,7 +121,7 @@ def cudnn_paged(shape: Shape, scale: float, interpret: bool) -> Contender:
 
     def prepare(inputs: Inputs, seed: int) -> Arguments:
         q, k, v, tables, lens = paged(inputs, seed, shape=shape, cache_head_size=D)
-        return q[:, :, None], k, v, tables[:, None, :, None], lens
+        return q.swapaxes(1, 2), k, v, tables[:, None, :, None], lens
 
     def attend(q: Array, k: Array, v: Array, tables: Array, lens: Array) -> Array:
         out = cudnn.paged_attention(
@@ -115,7 +130,7 @@ def cudnn_paged(shape: Shape, scale: float, interpret: bool) -> Contender:
             mask_type=cudnn.MaskType.PADDING,
             qkv_layout="BNTH",
         )
-        return out[:, :, 0]
+        return out.swapaxes(1, 2)
 
     return Contender(prepare, {"": attend})
 
@@ -126,17 +141,16 @@ def cudnn_contiguous(shape: Shape, scale: float, interpret: bool) -> Contender:
 
     def prepare(inputs: Inputs, seed: int) -> Arguments:
         q, k, v, lens = inputs
-        return q[:, None], k.swapaxes(1, 2), v.swapaxes(1, 2), lens
+        return q, k.swapaxes(1, 2), v.swapaxes(1, 2), lens
 
     def attend(q: Array, k: Array, v: Array, lens: Array) -> Array:
-        out = jax.nn.dot_product_attention(
+        return jax.nn.dot_product_attention(
             *(q, k, v),
             scale=scale,
             query_seq_lengths=jnp.ones_like(lens),
             key_value_seq_lengths=lens,
             implementation="cudnn",
         )
-        return out[:, 0]
 
     return Contender(prepare, {"": attend})
 

@@ -29,6 +29,7 @@ class Row(NamedTuple):
     geometry: str
     batch: int
     context: int
+    queries: int
     block_size: int | None  # None: contiguous
     dtype: str
     device: str
@@ -45,7 +46,7 @@ class Row(NamedTuple):
     @property
     def same_inputs(self) -> tuple[object, ...]:
         """Equal for rows that do the same work."""
-        return self.geometry, self.batch, self.context, self.dtype
+        return self.geometry, self.batch, self.context, self.queries, self.dtype
 
 
 def empty_row(name: str, shape: Shape, device: str, verdict: str) -> Row:
@@ -56,6 +57,7 @@ def empty_row(name: str, shape: Shape, device: str, verdict: str) -> Row:
         geometry=str(shape.geometry),
         batch=shape.batch,
         context=shape.context,
+        queries=shape.queries,
         block_size=None if name in CONTIGUOUS else shape.block_size,
         dtype=shape.dtype,
         device=device,

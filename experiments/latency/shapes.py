@@ -47,13 +47,18 @@ def parse_geometry(text: str) -> Geometry:
 
 @dataclass(frozen=True)
 class Shape:
-    """A batch of sequences of equal length, each with one query at its end."""
+    """A batch of sequences of equal length, each with its queries at its end: one in decoding."""
 
     geometry: Geometry
     batch: int
     context: int  # tokens
     block_size: int
     dtype: str
+    queries: int = 1
+
+    def __post_init__(self) -> None:
+        if self.queries > self.context:
+            raise ValueError(f"{self.queries} queries do not fit into {self.context} tokens")
 
     @property
     def blocks_per_row(self) -> int:
@@ -66,8 +71,9 @@ class Shape:
         return 2 * self.batch * self.context * width
 
     def __str__(self) -> str:
+        queries = f", {self.queries} queries" if self.queries > 1 else ""
         return (
-            f"{self.geometry}, batch {self.batch}, context {self.context}, block "
+            f"{self.geometry}, batch {self.batch}, context {self.context}{queries}, block "
             f"{self.block_size}, {self.dtype}"
         )
 
@@ -75,7 +81,7 @@ class Shape:
 class Inputs(NamedTuple):
     """Contiguous caches; L is the context rounded up to whole blocks. All slots hold numbers."""
 
-    q: Array  # [B, Hq, D]
+    q: Array  # [B, T, Hq, D]
     k: Array  # [B, Hk, L, D]
     v: Array  # [B, Hk, L, D]
     context_lens: Array  # i32[B]
@@ -84,7 +90,7 @@ class Inputs(NamedTuple):
 class PagedInputs(NamedTuple):
     """The same in blocks, those of all rows mixed; there are no more blocks than the rows have."""
 
-    q: Array  # [B, Hq, D]
+    q: Array  # [B, T, Hq, D]
     k: Array  # [P, Hk, S, D]
     v: Array  # [P, Hk, S, D]
     block_tables: Array  # i32[B, M]
@@ -99,7 +105,7 @@ def random_inputs(shape: Shape, seed: int) -> Inputs:
 
     def row(key: Array) -> tuple[Array, Array, Array]:
         keys = jax.random.split(key, 3)
-        sizes = ((Hq, D), (Hk, L, D), (Hk, L, D))
+        sizes = ((shape.queries, Hq, D), (Hk, L, D), (Hk, L, D))
         q, k, v = map(partial(jax.random.normal, dtype=shape.dtype), keys, sizes)
         return q, k, v
 
@@ -128,18 +134,19 @@ def paged(inputs: Inputs, seed: int, *, shape: Shape, cache_head_size: int) -> P
 
 @jax.jit
 def wanted(inputs: Inputs) -> Array:
-    """f32[B, Hq, D]: attention in float32, row by row, products at the highest precision."""
-    B, Hq, D = inputs.q.shape
+    """f32[B, T, Hq, D]: attention in float32, row by row, products at the highest precision."""
+    B, T, Hq, D = inputs.q.shape
     _, Hk, L, _ = inputs.k.shape
 
     def row(inputs: Inputs) -> Array:
-        q = inputs.q.reshape(Hk, Hq // Hk, D).astype(jnp.float32)
-        used = jnp.arange(L) < inputs.context_lens
+        q = inputs.q.reshape(T, Hk, Hq // Hk, D).astype(jnp.float32)
+        positions = inputs.context_lens - T + jnp.arange(T)
+        seen = jnp.arange(L) <= positions[:, None]  # [T, L]
         k, v = (x.astype(jnp.float32) for x in (inputs.k, inputs.v))
         with jax.default_matmul_precision("highest"):
-            scores = jnp.einsum("hgd,hld->hgl", q, k) / math.sqrt(D)
-            weights = jax.nn.softmax(jnp.where(used, scores, -jnp.inf), axis=-1)
-            return jnp.einsum("hgl,hld->hgd", weights, v).reshape(Hq, D)
+            scores = jnp.einsum("thgd,hld->hgtl", q, k) / math.sqrt(D)
+            weights = jax.nn.softmax(jnp.where(seen, scores, -jnp.inf), axis=-1)
+            return jnp.einsum("hgtl,hld->thgd", weights, v).reshape(T, Hq, D)
 
     return jax.lax.map(row, inputs)
 

@@ -1,4 +1,4 @@
-"""Latency rows as people read them: a table for each geometry and dtype."""
+"""Latency rows as people read them: a table for each geometry, dtype and number of queries."""
 
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -23,7 +23,9 @@ def tables(rows: Sequence[Row]) -> Iterator[tuple[str, list[str], list[list[Any]
     """(title, columns, cells) of each."""
     groups: dict[str, list[Row]] = {}
     for row in rows:
-        groups.setdefault(f"{row.geometry}, {row.dtype}, {row.device}", []).append(row)
+        work = "decode" if row.queries == 1 else f"prefill of {row.queries}"
+        title = f"{row.geometry}, {row.dtype}, {work}, {row.device}"
+        groups.setdefault(title, []).append(row)
     for title, group in groups.items():
         cells = [[getattr(row, field) for field in COLUMNS.values()] for row in map(_named, group)]
         yield title, list(COLUMNS), cells

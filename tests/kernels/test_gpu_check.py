@@ -37,6 +37,8 @@ def test_every_kernel_is_checked_before_any_is_timed_and_targets_come_first():
     count = len(plan.EVERYTHING)
     assert [check.shape for check in timed[:count]] == [plan.FULL_BATCH] * count
     assert [check.shape for check in timed[count : 2 * count]] == [plan.LONG_CONTEXT] * count
+    prefills = timed[2 * count : 2 * count + 2 * len(plan.PREFILLING)]
+    assert {check.shape for check in prefills} == set(plan.PREFILLS)
 
 
 def test_the_plan_has_each_check_once_and_all_that_was_asked_for():
@@ -189,7 +191,7 @@ def test_the_files_are_whole_after_every_row(tmp_path):
     assert results["goals"][0]["measured"] == 0.9
     table = (tmp_path / "table.md").read_text()
     assert table.startswith("NVIDIA H200, JAX None, copy bandwidth 4,000 GB/s")
-    assert "### llama3-8b, bfloat16, NVIDIA H200" in table
+    assert "### llama3-8b, bfloat16, decode, NVIDIA H200" in table
     assert "| mosaic_gpu | 64 | 4,096 | 16 |" in table
     assert sorted(path.name for path in tmp_path.iterdir()) == ["results.json", "table.md"]
 

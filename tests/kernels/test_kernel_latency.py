@@ -90,19 +90,20 @@ def test_blocks_hold_the_contiguous_caches_at_places_that_differ_by_seed():
 
 
 def test_what_is_wanted_agrees_with_numpy_in_float64():
-    inputs = random_inputs(SMALL, 0)
+    inputs = random_inputs(replace(SMALL, queries=3), 0)
     q, k, v = (np.asarray(x, np.float64) for x in inputs[:3])
-    keys, values = (np.repeat(x[:, :, :27], 2, axis=1) for x in (k, v))
-    weights = np.exp(np.einsum("bhd,bhld->bhl", q, keys) / math.sqrt(64))
+    keys, values = (np.repeat(x, 2, axis=1) for x in (k, v))
+    weights = np.exp(np.einsum("bthd,bhld->bhtl", q, keys) / math.sqrt(64))
+    weights *= np.arange(32) <= np.array([24, 25, 26])[:, None]
     weights /= weights.sum(axis=-1, keepdims=True)
-    expected = np.einsum("bhl,bhld->bhd", weights, values)
+    expected = np.einsum("bhtl,bhld->bthd", weights, values)
     assert relative_error(wanted(inputs), jnp.asarray(expected, jnp.float32)) < 1e-6
 
 
 def test_a_nan_is_an_error_that_no_tolerance_takes():
     inputs = random_inputs(SMALL, 0)
     target = wanted(inputs)
-    assert math.isnan(relative_error(target.at[0, 0, 0].set(jnp.nan), target))
+    assert math.isnan(relative_error(target.at[0, 0, 0, 0].set(jnp.nan), target))
 
 
 # Contenders
@@ -119,6 +120,16 @@ def test_a_contender_computes_attention_in_its_own_layout(name):
         assert relative_error(out, wanted(inputs)) < 1e-5, settings
 
 
+def test_a_prefill_is_measured_like_a_decode_and_refused_by_those_that_decode():
+    shape = replace(SMALL, queries=9)
+    row = measure.measure("xla", shape, bandwidth=1e9, seconds=0)
+    assert (row.verdict, row.queries) == ("right", 9)
+    with pytest.raises(Unsupported, match="xla_contiguous is here for decoding, not for 9"):
+        contender("xla_contiguous", shape)
+    with pytest.raises(ValueError, match="28 queries do not fit into 27 tokens"):
+        replace(SMALL, queries=28)
+
+
 def lowered_for_cuda(name: str, shape: Shape) -> str:
     """The text of a contender that needs cuDNN, as JAX would hand it to XLA for a GPU."""
     from jax._src.cudnn import fused_attention_stablehlo as cudnn
@@ -133,7 +144,7 @@ def lowered_for_cuda(name: str, shape: Shape) -> str:
 
 def test_cudnn_takes_our_blocks_as_they_are():
     text = lowered_for_cuda("cudnn_paged", LLAMA)
-    (call,) = (line for line in text.splitlines() if "__cudnn$fmhaSoftmax" in line)
+    (call,) = (line for line in text.splitlines() if "@__cudnn$fmhaSoftmax" in line)
     assert "\\22is_paged_attention\\22: true" in call
     assert "\\22mask_type\\22: \\22PADDING\\22" in call
     cache, table = "tensor<16384x8x16x128xbf16>", "tensor<64x1x256x1xi32>"
@@ -305,7 +316,7 @@ def test_the_fastest_variant_counts(monkeypatch):
     ("wrong", "verdict"),
     [
         (lambda *args: attend(*args) * 1.01, "wrong: relative error 0.01, at most 0.002"),
-        (lambda *args: attend(*args).at[0, 0, 0].set(jnp.nan), "wrong: relative error nan"),
+        (lambda *args: attend(*args).at[0, 0, 0, 0].set(jnp.nan), "wrong: relative error nan"),
     ],
     ids=["off by a hundredth", "NaN"],
 )
@@ -342,7 +353,7 @@ def test_ratios_are_to_the_baseline_on_the_same_inputs():
 def test_tables_are_by_geometry_and_show_settings():
     rows = [row("jax_paged", 1.0, settings="4 splits"), row("xla", 1.0, geometry="opt-13b")]
     (title, columns, cells), (other, _, _) = tables.tables(rows)
-    assert (title, other) == ("4/2/64, float32, cpu", "opt-13b, float32, cpu")
+    assert (title, other) == ("4/2/64, float32, decode, cpu", "opt-13b, float32, decode, cpu")
     assert cells[0][0] == "jax_paged (4 splits)"
     assert len(cells[0]) == len(columns)
 
@@ -369,7 +380,7 @@ def test_a_short_run_leaves_results_table_and_plot(tmp_path):
         *("--impl=xla,cudnn_paged", f"--out_dir={tmp_path}"),
     )
     assert result.returncode == 0, result.stderr
-    assert "smollm2, float32, cpu" in result.stdout
+    assert "smollm2, float32, decode, cpu" in result.stdout
     results = json.loads((tmp_path / "results.json").read_text())
     cases = results["cases"]
     assert [(case["implementation"], case["block_size"]) for case in cases] == [
