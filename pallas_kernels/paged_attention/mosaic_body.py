@@ -13,12 +13,13 @@ from jax import Array, lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.paged_attention.mosaic_tiles import Tiles
+from pallas_kernels.paged_attention.mosaic_tiles import ROW_MULTIPLE, Tiles
 from pallas_kernels.paged_attention.spec import AttentionOptions
 from pallas_kernels.paged_attention.splits import LOWEST
 
 Ref = Any
 LOG2_E = math.log2(math.e)
+SMALLEST = 1e-30  # below any sum of weights, the largest of which is 1
 
 
 def load(ref: Ref, layout: Any) -> Array:
@@ -172,3 +173,20 @@ class Compute:
         p_smem[...] = weights.astype(self.dtype)
         out = self._mma(out, load(v_smem.T, self._lhs), load(p_smem, self._rhs))
         return out, new_top, total
+
+    def transposable(self, x: Array) -> Array:
+        """x [rows or D, columns], laid out so that its transpose can be stored."""
+        return plgpu.layout_cast(x, plgpu.Layout.WGMMA_TRANSPOSED)
+
+    def strided(self, x: Array) -> Array:
+        """x [columns], laid out so that each element can be stored by itself."""
+        rows = lax.broadcast_in_dim(x, (ROW_MULTIPLE, self.tiles.columns), [1])
+        return jnp.max(self.transposable(plgpu.layout_cast(rows, self._acc)), axis=0)
+
+    def finish(self, out: Array, top: Array, total: Array) -> tuple[Array, Array, Array]:
+        """(output^T, largest score, log of the sum of exp(score)); `LOWEST` for nothing."""
+        total = jnp.sum(total, axis=0)
+        scale = 1 / jnp.maximum(total, self._full(total.shape, SMALLEST))
+        out = out * lax.broadcast_in_dim(scale, out.shape, [1])
+        lse = (top + jnp.log2(total)) * math.log(2)
+        return out, top * math.log(2), jnp.maximum(lse, self._full(lse.shape, LOWEST))

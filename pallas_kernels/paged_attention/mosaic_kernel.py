@@ -1,6 +1,5 @@
 """The Mosaic GPU kernel around the body: programs, shared memory, copies, partial results."""
 
-import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -19,7 +18,7 @@ from pallas_kernels.paged_attention.mosaic_pipeline import (
 )
 from pallas_kernels.paged_attention.mosaic_tiles import Tiles
 from pallas_kernels.paged_attention.spec import AttentionOptions, AttentionResult
-from pallas_kernels.paged_attention.splits import combine_splits
+from pallas_kernels.paged_attention.splits import combine_finished
 
 # (tables, row of the batch, first KV head, what is seen) -> where the copies read
 MakeSource = Callable[[Any, Array, Array, View], Source]
@@ -49,7 +48,8 @@ class Kernel:
         tiles, dtype = self.tiles, q.dtype
         columns = tiles.to_columns(q)  # [B, parts, query tiles, N, D]
         B, parts, query_tiles, N, D = columns.shape
-        partials = (B, parts, query_tiles, self.num_splits, N)
+        stats = (B, parts, query_tiles, N, self.num_splits)
+        out_dtype = dtype if self.num_splits == 1 else jnp.float32
         transforms = (
             plgpu.TilingTransform((8, SWIZZLE // dtype.itemsize)),  # type: ignore[abstract]
             plgpu.SwizzleTransform(SWIZZLE),  # type: ignore[abstract]
@@ -71,12 +71,12 @@ class Kernel:
         def body(*refs: Any, **scratch: Any) -> None:
             self._program(make_source, dtype, *refs, **scratch)
 
-        out, top, total = plgpu.kernel(
+        out, top, lse = plgpu.kernel(
             body,
             out_type=[
-                jax.ShapeDtypeStruct((*partials[:-1], D, N), jnp.float32),
-                jax.ShapeDtypeStruct(partials, jnp.float32),
-                jax.ShapeDtypeStruct(partials, jnp.float32),
+                jax.ShapeDtypeStruct((*stats, D), out_dtype),
+                jax.ShapeDtypeStruct(stats, jnp.float32),
+                jax.ShapeDtypeStruct(stats, jnp.float32),
             ],
             scratch_types=scratch,
             grid=(B, parts, query_tiles, self.num_splits),
@@ -85,11 +85,8 @@ class Kernel:
             interpret=interpret,
         )(columns, k, v, tables, context_lens, query_starts)
 
-        def heads(x: Array) -> Array:  # [B, parts, query tiles, splits, N, ...] -> by split
-            return jax.vmap(tiles.from_columns, in_axes=3)(x)
-
-        return combine_splits(
-            heads(out.swapaxes(-1, -2)), heads(top) * math.log(2), heads(total), dtype
+        return AttentionResult(
+            *(tiles.from_columns(x) for x in combine_finished(out, top, lse, dtype))
         )
 
     def _program(
@@ -104,7 +101,7 @@ class Kernel:
         starts_ref: Any,
         out_ref: Any,
         top_ref: Any,
-        total_ref: Any,
+        lse_ref: Any,
         *,
         k_smem: Any,
         v_smem: Any,
@@ -150,7 +147,8 @@ class Kernel:
 
         (out, top, total), _ = lax.fori_loop(0, count, step, (compute.start(), entries))
         pipeline.drain()
-        at = (row, part, query_tile, split)
-        store(out_ref.at[at], out)
-        store(top_ref.at[at], top)
-        store(total_ref.at[at], jnp.sum(total, axis=0))
+        out, top, lse = compute.finish(out, top, total)
+        at = (row, part, query_tile, slice(None), split)
+        store(out_ref.at[at].T, compute.transposable(out.astype(out_ref.dtype)))
+        store(top_ref.at[at], compute.strided(top))
+        store(lse_ref.at[at], compute.strided(lse))
