@@ -91,6 +91,8 @@ def compile(fn: Callable[..., Any], args: Sequence[Any], target: Target) -> Comp
         topology="1x1x1",
     )
     lowered, calls = _lower(fn, args, target, topology.devices[0])
+    if not calls:  # XLA's own code is not reported on
+        return CompiledReport(target, toolkit.ptxas_version(), ())
     # Mosaic compiles a kernel once in a process and dumps only what it compiles.
     names = kernel_calls.rename(lowered, f"kernel_{secrets.token_hex(4)}_")
     with tempfile.TemporaryDirectory() as folder:
