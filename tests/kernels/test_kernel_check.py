@@ -104,7 +104,7 @@ def test_each_faulty_kernel_is_one_row_with_its_verdict(faulty, impl, verdict, r
 
 def test_faults_end_in_exit_code_1_and_are_told(faulty):
     assert faulty.code == 1
-    for text in ("toys.hanging, MQA, CPU: hung", "a failed assertion", "refused: heads of 128"):
+    for text in ("toys.hanging, MQA, repeated blocks, CPU: hung", "a failed assertion", "refused: heads of 128"):
         assert text in faulty.stdout
     faults = [fault["fault"] for fault in faulty.results["faults"]]
     assert len(faults) == 5
