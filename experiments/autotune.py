@@ -25,6 +25,7 @@ import jax.numpy as jnp
 from absl import flags
 
 from experiments import reporting
+from experiments.device_check.checks import spoils_process
 from experiments.latency import search
 from experiments.latency.shapes import GEOMETRIES, Shape, parse_geometry
 from pallas_kernels.lab.worker import Outcome, Worker
@@ -96,8 +97,8 @@ class Tuner:
             (self.impl, self.shape, *settings),
             _CHECK_LIMIT_S.value,
         )
-        if outcome.value is None or outcome.value.time_us is None:
-            self.worker.close()  # what is amiss in a process can spoil all that it does after
+        if spoils_process(f"{outcome.status}: {outcome.reason}"):
+            self.worker.close()
         return self._enter(candidate, outcome)
 
     def _enter(self, candidate: Any, outcome: Outcome) -> float:
@@ -131,6 +132,8 @@ def main() -> None:
                 "occupancy (experiments.kernel_check) do not order tunings by their speed. "
                 "--dry_run shows the search in the interpreter"
             )
+        if target is not None and _DRY_RUN.value:
+            raise ValueError(f"--dry_run is for a machine without a GPU; here is a {target.name}")
         tuner = Tuner(worker, _IMPL.value, shape, outcome.value, out_dir)
         start = module.default_tuning(tuner.call())
         best = search.search(start, tuner.seconds)

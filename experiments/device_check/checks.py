@@ -101,3 +101,8 @@ Check = ValueCheck | LatencyCheck
 
 def is_fault(verdict: str) -> bool:
     return verdict.split(":")[0] not in FINE
+
+
+def spoils_process(verdict: str) -> bool:
+    """Whether a process may fail at all that it does next: a fault of the device, not of Python."""
+    return verdict.split(":")[0] in ("hung", "crashed") or "RuntimeError" in verdict

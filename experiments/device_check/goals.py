@@ -29,9 +29,11 @@ def goals(rows: Sequence[Row]) -> Iterator[Goal]:
         return row and row.copy_fraction
 
     def over(name: str, other: str) -> float | None:
-        """Time of one over that of the other."""
-        times = [row and row.time_us for row in (find(name, FULL_BATCH), find(other, FULL_BATCH))]
-        return times[0] / times[1] if times[0] and times[1] else None
+        """Time of one over that of the other, if both were taken in the same way."""
+        mine, theirs = find(name, FULL_BATCH), find(other, FULL_BATCH)
+        if mine and theirs and mine.time_us and theirs.time_us and mine.method == theirs.method:
+            return mine.time_us / theirs.time_us
+        return None
 
     for name in OURS:
         for shape, least in ((FULL_BATCH, 0.85), (LONG_CONTEXT, 0.6)):

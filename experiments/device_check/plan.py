@@ -31,7 +31,7 @@ PREFILLING = ("mosaic_gpu", "gather_sdpa", "triton", "xla")
 EVERYTHING = (*OURS, BASELINE, *RIVALS, "cudnn_contiguous", "triton", "xla", "xla_contiguous")
 
 # By name in `lab.attention.VALUE_SPECS`: what says most about a kernel.
-FIRST_SPECS = ("GQA", "MHA", "window and cap", "prefill")
+FIRST_SPECS = ("GQA", "MHA, shared blocks", "window and cap", "prefill")
 
 
 def full_plan() -> Iterator[Check]:

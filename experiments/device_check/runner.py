@@ -5,7 +5,7 @@ from collections import Counter
 from collections.abc import Sequence
 
 from experiments.device_check import plan, sanitizer
-from experiments.device_check.checks import Check, Settings, is_fault
+from experiments.device_check.checks import Check, Settings, spoils_process
 from experiments.device_check.report import Report
 from pallas_kernels.lab.worker import Worker
 
@@ -35,9 +35,9 @@ def run_checks(
             continue
         outcome = worker.call(*check.call(settings), min(left, limit_s))
         row = check.row(outcome, settings)
-        if is_fault(row.verdict) and not row.verdict.startswith("wrong"):
+        if spoils_process(row.verdict):
             losses[name] += 1
-            worker.close()  # after such a fault a process can fail at all that it does
+            worker.close()
         report.add(row, outcome.details or getattr(outcome.value, "details", ""))
         print(f"{deadline - time.monotonic():4.0f} s left. {check}: {row.verdict}", flush=True)
 

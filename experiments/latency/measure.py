@@ -125,11 +125,13 @@ def measure(
 
 
 def with_ratios(rows: Sequence[Row], baseline: str) -> list[Row]:
-    """The rows with their time over that of `baseline` on the same inputs, where there is one."""
-    times = {row.same_inputs: row.time_us for row in rows if row.implementation == baseline}
+    """The rows with their time over that of `baseline` on the same inputs by the same method."""
+    bases = {
+        (row.same_inputs, row.method): row.time_us for row in rows if row.implementation == baseline
+    }
 
     def ratio(row: Row) -> float | None:
-        base = times.get(row.same_inputs)
+        base = bases.get((row.same_inputs, row.method))
         return row.time_us / base if row.time_us and base else None
 
     return [row._replace(ratio=ratio(row)) for row in rows]

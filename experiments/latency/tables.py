@@ -12,6 +12,7 @@ COLUMNS = {  # title -> field of a row
     "block": "block_size",
     "error": "error",
     "µs": "time_us",
+    "by": "method",
     "GB/s": "gb_per_s",
     "of copy": "copy_fraction",
     "ratio": "ratio",

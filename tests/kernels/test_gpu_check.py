@@ -15,7 +15,7 @@ from experiments.device_check.checks import LatencyCheck, Settings, ValueCheck, 
 from experiments.device_check.goals import goals
 from experiments.device_check.report import Report
 from experiments.latency.measure import Row, empty_row
-from pallas_kernels.lab.checks import CheckResult, lab_of
+from pallas_kernels.lab.checks import OPS, CheckResult, lab_of
 from pallas_kernels.lab.worker import Outcome
 from pallas_kernels.paged_attention import IMPLEMENTATIONS
 
@@ -113,6 +113,13 @@ def test_wrong_values_are_a_fault_but_leave_the_process_alone(tmp_path):
     assert worker.closed == 0
 
 
+def test_a_fault_of_the_device_ends_its_process_and_one_of_python_does_not(tmp_path):
+    for fault, closed in (("ValueError: no such layout", 0), ("JaxRuntimeError: INTERNAL", 1)):
+        failed = Outcome("returned", CheckResult("failed", fault))
+        _, worker = run(tmp_path, [value_check("triton")], [failed])
+        assert worker.closed == closed
+
+
 def test_an_implementation_that_costs_three_processes_is_left_out(tmp_path):
     checks = [value_check("triton")] * 4 + [value_check("xla")]
     report, worker = run(tmp_path, checks, [HUNG, HUNG, HUNG, PASS])
@@ -145,6 +152,15 @@ def test_tracebacks_are_kept(tmp_path):
     log = (tmp_path / "faults.log").read_text()
     assert "Traceback: line 5" in log
     assert "CUDA_ERROR_ILLEGAL_ADDRESS" in log
+
+
+def test_every_op_of_the_lab_gives_rows():
+    checks = plan.chosen(plan.full_plan(), None)
+    values = [check for check in checks if isinstance(check, ValueCheck)]
+    assert {check.op for check in values} == set(OPS)
+    for check in values:
+        row = check.row(PASS, SETTINGS)
+        assert (row.op, row.implementation, row.verdict) == (check.op, check.implementation, "pass")
 
 
 # The report

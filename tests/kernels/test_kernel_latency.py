@@ -343,11 +343,11 @@ def row(name: str, time_us: float | None, **changes) -> measure.Row:
     return measure.empty_row(name, SMALL, "cpu", "right")._replace(time_us=time_us, **changes)
 
 
-def test_ratios_are_to_the_baseline_on_the_same_inputs():
+def test_ratios_are_to_the_baseline_on_the_same_inputs_by_the_same_clock():
     rows = [row("xla_contiguous", 10.0), row("xla", 12.0), row("xla", 12.0, context=64)]
-    rows.append(row("triton", None))
+    rows += [row("triton", None), row("xla", 12.0, method="profiler")]
     ratios = [r.ratio for r in measure.with_ratios(rows, "xla_contiguous")]
-    assert ratios == [1.0, 1.2, None, None]
+    assert ratios == [1.0, 1.2, None, None, None]
 
 
 def test_tables_are_by_geometry_and_show_settings():
