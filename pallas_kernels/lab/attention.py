@@ -1,5 +1,6 @@
 """Paged attention as the lab checks it: shapes, calls, and what must come out."""
 
+import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -8,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
+from pallas_kernels import targets
 from pallas_kernels.lab.cases import Case, Tables, make_case
 from pallas_kernels.lab.float64 import attended
 from pallas_kernels.lab.tolerances import bounds
@@ -15,9 +17,12 @@ from pallas_kernels.lab.wanted import Wanted
 from pallas_kernels.paged_attention import (
     IMPLEMENTATIONS,
     AttentionOptions,
+    Call,
     cache_head_size,
     paged_prefill_attention,
+    refusal,
 )
+from pallas_kernels.targets import TARGETS
 
 REGISTRY = IMPLEMENTATIONS
 
@@ -37,6 +42,9 @@ class Spec:
     max_blocks: int = 10
     tables: Tables = "random"
     queries_anywhere: bool = False  # in their context; or its last tokens
+    # Of the GPU that values are tuned for. With few, contexts are not split, programs have many
+    # tiles, and a pipeline of copies comes round to its first slot.
+    num_cores: int = 1
     soft_cap: float | None = None
     sliding_window: int | None = None
 
@@ -50,7 +58,7 @@ class Spec:
 
 # Each costs a kernel seconds in the interpreter, so that some vary two things.
 VALUE_SPECS = (
-    Spec("GQA"),
+    Spec("GQA, split", num_cores=132),
     Spec("MHA, shared blocks", num_heads=3, num_kv_heads=3, tables="shared"),
     Spec("MQA, repeated blocks", num_heads=16, num_kv_heads=1, tables="repeated"),
     Spec("float16, permuted table", dtype="float16", tables="permuted"),
@@ -62,7 +70,7 @@ VALUE_SPECS = (
     Spec("block size 8", block_size=8, max_blocks=17),
     Spec("block size 32", block_size=32, max_blocks=5),
     Spec("block size 256", block_size=256, max_blocks=2, batch=5),
-    Spec("window", sliding_window=20),
+    Spec("window, split", sliding_window=20, num_cores=132),
     Spec("window and cap", sliding_window=70, soft_cap=30.0, num_heads=4, head_size=64),
     Spec("long context", max_blocks=64, batch=4, num_heads=4, num_kv_heads=1),
     Spec("prefill", num_queries=24, num_heads=4),
@@ -112,11 +120,27 @@ def make(spec: Spec, rng: np.random.Generator) -> Case:
     )
 
 
-def options(spec: Spec, *, interpret: bool) -> AttentionOptions:
-    """Races are looked for where the kernel is interpreted."""
-    return AttentionOptions(
+def value_options(impl: str, spec: Spec, *, interpret: bool) -> AttentionOptions:
+    """Races are looked for where the kernel is interpreted; see `Spec.num_cores` for the tuning."""
+    options = AttentionOptions(
         spec.head_size**-0.5, spec.soft_cap, spec.sliding_window, interpret, interpret
     )
+    q, cache, _, tables, _, _ = shapes(impl, spec)
+    (B, T, Hq, _), (P, Hk, S, D), M = q.shape, cache.shape, tables.shape[1]
+    call = Call(B, T, Hq, Hk, D, S, P, M, q.dtype, options, targets.current())
+    default_tuning = getattr(REGISTRY.module(impl), "default_tuning", None)
+    if default_tuning is None or refusal(impl, call):
+        return options
+    target = call.target or TARGETS["H200"]
+    name = f"{target.name} with {spec.num_cores} cores"  # of which no table knows
+    target = dataclasses.replace(target, name=name, num_cores=spec.num_cores)
+    tuning = default_tuning(dataclasses.replace(call, target=target))
+    return dataclasses.replace(options, tuning=tuning)
+
+
+def compile_options(spec: Spec) -> AttentionOptions:
+    """The tuning is the kernel's own choice."""
+    return AttentionOptions(spec.head_size**-0.5, spec.soft_cap, spec.sliding_window)
 
 
 def arguments(impl: str, case: Case) -> tuple[np.ndarray, ...]:

@@ -101,9 +101,13 @@ def make(spec: Spec, rng: np.random.Generator) -> Case:
     )
 
 
-def options(spec: Spec, *, interpret: bool) -> Options:
+def value_options(impl: str, spec: Spec, *, interpret: bool) -> Options:
     """Races are looked for where the kernel is interpreted."""
     return Options(spec.move, MoveOptions(interpret, interpret))
+
+
+def compile_options(spec: Spec) -> Options:
+    return Options(spec.move, MoveOptions())
 
 
 def arguments(impl: str, case: Case) -> Case:

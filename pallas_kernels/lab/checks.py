@@ -5,6 +5,7 @@ process down, though: `worker` is for that.
 """
 
 import importlib
+import re
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -68,7 +69,7 @@ def check_random_values(
     """`check_values` on random inputs of a shape; the same for the same seed."""
     lab = lab_of(op)
     case = lab.make(spec, np.random.default_rng(seed))
-    return check_values(impl, case, lab.options(spec, interpret=interpret), op=op)
+    return check_values(impl, case, lab.value_options(impl, spec, interpret=interpret), op=op)
 
 
 def check_values(impl: str, case: Any, options: Any, *, op: str = "attention") -> CheckResult:
@@ -104,7 +105,7 @@ def check_lowering(
     lab, target = lab_of(op), TARGETS[target_name]
 
     def check() -> CheckResult:
-        shapes, options = lab.shapes(impl, spec), lab.options(spec, interpret=False)
+        shapes, options = lab.shapes(impl, spec), lab.compile_options(spec)
         function = lab.function(impl, options)
         if not compile:
             return CheckResult("pass", kernels=len(aot.lower(function, shapes, target)))
@@ -143,9 +144,13 @@ def _judge(check: Callable[[], CheckResult]) -> CheckResult:
     except interpreter.OutOfBounds as error:
         return CheckResult("out of bounds", _line(error))
     except Exception as error:
-        return CheckResult(
-            "failed", f"{type(error).__name__}: {_line(error)}", traceback.format_exc()
-        )
+        return CheckResult("failed", _cause(error), traceback.format_exc())
+
+
+def _cause(error: Exception) -> str:
+    """The error in a line; of one in the interpreter's callbacks, whose text is a traceback, that."""
+    lines = re.findall(r"^\w+(?:Error|Exception): .+", str(error), flags=re.MULTILINE)
+    return lines[-1] if lines else f"{type(error).__name__}: {_line(error)}"
 
 
 def _line(error: Exception) -> str:

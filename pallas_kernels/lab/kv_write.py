@@ -82,9 +82,13 @@ def make(spec: Spec, rng: np.random.Generator) -> Case:
     return Case(k_cache, v_cache, k, v, rng.permutation(slots).astype(np.int32))
 
 
-def options(spec: Spec, *, interpret: bool) -> MoveOptions:
+def value_options(impl: str, spec: Spec, *, interpret: bool) -> MoveOptions:
     """Races are looked for where the kernel is interpreted."""
     return MoveOptions(interpret, interpret)
+
+
+def compile_options(spec: Spec) -> MoveOptions:
+    return MoveOptions()
 
 
 def arguments(impl: str, case: Case) -> tuple[np.ndarray, ...]:

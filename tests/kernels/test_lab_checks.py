@@ -109,7 +109,10 @@ def test_moves_of_numbers_must_be_exact(lab):
 @pytest.mark.parametrize("lab", [kv_write, block_copy], ids=lambda lab: lab.__name__)
 def test_a_number_that_is_not_moved_is_found(lab):
     spec = lab.VALUE_SPECS[0]
-    case, options = lab.make(spec, np.random.default_rng(0)), lab.options(spec, interpret=True)
+    case, options = (
+        lab.make(spec, np.random.default_rng(0)),
+        lab.value_options("xla", spec, interpret=True),
+    )
     wanted = lab.wanted(case, options, on_gpu=False)
     before = case.k_cache if lab is kv_write else case.caches[0]
     name = next(iter(wanted))
