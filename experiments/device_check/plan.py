@@ -7,6 +7,7 @@ target; then a sample of all geometries, the figures of the paper, all other cas
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import product
+from typing import Any
 
 from experiments.device_check.checks import Check, LatencyCheck, ValueCheck
 from experiments.latency.shapes import GEOMETRIES, Geometry, Shape
@@ -30,50 +31,49 @@ RIVALS = ("jax_paged", "cudnn_paged")
 PREFILLING = ("mosaic_gpu", "gather_sdpa", "triton", "xla")
 EVERYTHING = (*OURS, BASELINE, *RIVALS, "cudnn_contiguous", "triton", "xla", "xla_contiguous")
 
-# By name in `lab.attention.VALUE_SPECS`: what says most about a kernel.
-FIRST_SPECS = ("GQA", "MHA, shared blocks", "window and cap", "prefill")
+ATTENTION_SPECS = lab_of("attention").VALUE_SPECS
+# What says most about a kernel: the first of each kind.
+FIRST_SPECS = tuple(
+    next(spec for spec in ATTENTION_SPECS if kind in spec.name)
+    for kind in ("GQA", "MHA", "cap", "prefill")
+)
 
 
 def full_plan() -> Iterator[Check]:
     """Everything; more than there is time for."""
-    yield from value_checks(FIRST_SPECS)
+    yield from value_checks("attention", FIRST_SPECS)
     for shape in (FULL_BATCH, LONG_CONTEXT):
         yield from (LatencyCheck(name, shape) for name in EVERYTHING)
     yield from (LatencyCheck(name, shape) for shape in PREFILLS for name in PREFILLING)
     yield from (LatencyCheck(name, LARGE_CACHE) for name in (*OURS, "triton", "xla"))
     for op in OPS:
         if op != "attention":
-            yield from value_checks(None, [op])
+            yield from value_checks(op, lab_of(op).VALUE_SPECS)
     yield from grid((BASELINE, "mosaic_gpu", "cudnn_paged"), (64, 8), (4096, 512))
     # Figure 18a, then 18b.
     yield from grid((BASELINE, "mosaic_gpu"), (8, 32), (64, 256), [LLAMA])
     for size in (8, 32, 64, 128):
         yield LatencyCheck("mosaic_gpu", replace(FULL_BATCH, block_size=size))
-    yield from value_checks(None)
+    yield from value_checks("attention", ATTENTION_SPECS)
     yield from grid((BASELINE, "mosaic_gpu", "cudnn_paged"), (64, 1, 256), (32768, 4096, 512))
     yield from grid(EVERYTHING, (64, 8, 1, 256), (4096, 512, 32768))
 
 
 def small_plan() -> Iterator[Check]:
     """The same kinds of check, small enough for the interpreter."""
-    yield from value_checks(FIRST_SPECS[:1])
+    yield from value_checks("attention", FIRST_SPECS[:1])
     shape = Shape(Geometry(4, 2, 64), batch=2, context=64, block_size=16, dtype="bfloat16")
     yield from (LatencyCheck(name, shape) for name in EVERYTHING)
     yield from (LatencyCheck(name, replace(shape, queries=8)) for name in PREFILLING)
-    yield from value_checks(FIRST_SPECS)
+    yield from value_checks("attention", FIRST_SPECS)
 
 
-def value_checks(
-    names: Sequence[str] | None, ops: Sequence[str] = ("attention",)
-) -> Iterator[Check]:
-    """Of the lab's shapes with these names, or all: one shape of every implementation at a time."""
-    for op in ops:
-        lab = lab_of(op)
-        specs = {spec.name: spec for spec in lab.VALUE_SPECS}
-        # The plain reference last: it is no kernel.
-        impls = sorted(lab.REGISTRY, key=lambda impl: (impl == "reference", impl not in OURS))
-        for name in specs if names is None else names:
-            yield from (ValueCheck(op, impl, specs[name]) for impl in impls)
+def value_checks(op: str, specs: Sequence[Any]) -> Iterator[Check]:
+    """Of the lab's shapes of an op: one shape of every implementation at a time."""
+    # The plain reference last: it is no kernel.
+    impls = sorted(lab_of(op).REGISTRY, key=lambda impl: (impl == "reference", impl not in OURS))
+    for spec in specs:
+        yield from (ValueCheck(op, impl, spec) for impl in impls)
 
 
 def grid(

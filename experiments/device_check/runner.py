@@ -50,7 +50,7 @@ def run_sanitizer(command: str, report: Report, deadline: float) -> None:
             if left < LEAST_S:
                 report.not_run.append(f"compute-sanitizer {tool}: {implementation}")
                 continue
-            row = sanitizer.run(command, tool, implementation, plan.FIRST_SPECS[0], left)
+            row = sanitizer.run(command, tool, implementation, plan.FIRST_SPECS[0].name, left)
             report.sanitizer.append(row)
             report.write()
             print(f"compute-sanitizer {tool}, {implementation}: {row['verdict']}", flush=True)

@@ -21,7 +21,7 @@ from pallas_kernels.paged_attention import IMPLEMENTATIONS
 
 ROOT = Path(__file__).parents[2]
 SETTINGS = Settings("NVIDIA H200", copy_gb_per_s=4000, seconds=0.1, interpret=False, seed=7)
-GQA = lab_of("attention").VALUE_SPECS[0]
+FIRST = plan.FIRST_SPECS[0]
 
 # Order
 
@@ -32,7 +32,7 @@ def test_every_kernel_is_checked_before_any_is_timed_and_targets_come_first():
     first_timed = kinds.index(LatencyCheck)
     attention = [check for check in checks[:first_timed] if check.op == "attention"]
     assert {check.implementation for check in attention} == set(IMPLEMENTATIONS)
-    assert {check.spec.name for check in attention} == set(plan.FIRST_SPECS)
+    assert {check.spec for check in attention} == set(plan.FIRST_SPECS)
     timed = [check for check in checks if isinstance(check, LatencyCheck)]
     count = len(plan.EVERYTHING)
     assert [check.shape for check in timed[:count]] == [plan.FULL_BATCH] * count
@@ -83,7 +83,7 @@ class FakeWorker:
 
 
 def value_check(name: str) -> ValueCheck:
-    return ValueCheck("attention", name, GQA)
+    return ValueCheck("attention", name, FIRST)
 
 
 PASS = Outcome("returned", CheckResult("pass", error=0.1, tolerance=0.2))
@@ -103,13 +103,13 @@ def test_a_check_that_hangs_costs_its_own_result_alone(tmp_path):
     report, worker = run(tmp_path, checks, [HUNG, PASS])
     assert [row.verdict for row in report.values] == ["hung: no result in 40 s", "pass"]
     assert worker.closed == 1
-    assert report.faults() == [("attention triton, GQA", "hung: no result in 40 s")]
+    assert report.faults() == [(f"attention triton, {FIRST.name}", "hung: no result in 40 s")]
     assert json.loads((tmp_path / "results.json").read_text())["values"][1]["error"] == 0.1
 
 
 def test_wrong_values_are_a_fault_but_leave_the_process_alone(tmp_path):
     report, worker = run(tmp_path, [value_check("triton")], [WRONG])
-    assert report.faults() == [("attention triton, GQA", "wrong: out is 1, must be 2")]
+    assert report.faults() == [(f"attention triton, {FIRST.name}", "wrong: out is 1, must be 2")]
     assert worker.closed == 0
 
 
@@ -126,13 +126,13 @@ def test_an_implementation_that_costs_three_processes_is_left_out(tmp_path):
     assert worker.closed == 3
     assert report.values[-1].implementation == "xla"
     assert report.not_run == [
-        "attention triton, values: GQA (triton cost 3 processes before)",
+        f"attention triton, values: {FIRST.name} (triton cost 3 processes before)",
     ]
 
 
 def test_at_the_time_limit_what_is_left_is_listed(tmp_path):
     report, worker = run(tmp_path, [value_check("xla")] * 2, [], seconds=runner.LEAST_S - 1)
-    assert report.not_run == ["attention xla, values: GQA"] * 2
+    assert report.not_run == [f"attention xla, values: {FIRST.name}"] * 2
     assert worker.calls == []
 
 
@@ -141,7 +141,7 @@ def test_a_check_gets_no_more_time_than_is_left(tmp_path):
     assert worker.calls[0][2] <= 20
     assert worker.calls[0][:2] == (
         "pallas_kernels.lab.checks:check_random_values",
-        ("xla", GQA, 7, False, "attention"),
+        ("xla", FIRST, 7, False, "attention"),
     )
 
 
@@ -258,9 +258,9 @@ def test_the_sanitizer_is_run_over_a_check_and_stopped_in_time(tmp_path):
     command = tmp_path / "compute-sanitizer"
     command.write_text('#!/bin/sh\nshift 8\n"$@"\necho "ERROR SUMMARY: 0 errors"\n')
     command.chmod(0o755)
-    assert sanitizer.run(str(command), "memcheck", "xla", "GQA", 60)["verdict"] == "pass"
+    assert sanitizer.run(str(command), "memcheck", "xla", FIRST.name, 60)["verdict"] == "pass"
     command.write_text("#!/bin/sh\nexec sleep 60\n")
-    row = sanitizer.run(str(command), "memcheck", "xla", "GQA", 0.1)
+    row = sanitizer.run(str(command), "memcheck", "xla", FIRST.name, 0.1)
     assert row["verdict"] == "skipped: it took more than 0 s"
 
 
@@ -306,7 +306,7 @@ def test_a_dry_run_leaves_the_files_of_a_run(tmp_path):
     assert results["not_run"] == []
     assert results["device_platform"] == "cpu"
     assert [row["verdict"] for row in results["values"]] == ["pass"] * len(plan.FIRST_SPECS)
-    assert "attention xla, values: GQA: pass" in result.stdout
+    assert f"attention xla, values: {FIRST.name}: pass" in result.stdout
     assert {row["implementation"] for row in results["latency"]} >= {"xla", "xla_contiguous"}
     assert "finished; 0 faults" in (tmp_path / "table.md").read_text()
 
