@@ -55,7 +55,7 @@ flags.mark_flag_as_required("impl")
 FAULTS_SHOWN = 5
 GOOD = ("pass", "refused")
 RACES = {None: None, False: "none", True: "found"}
-SHORT_NAMES = {"cp.async.bulk.tensor": "TMA copies", "fence.proxy.async": "fences"}
+SHORT_NAMES = {"cp.async.bulk.tensor": "TMA", "fence.proxy.async": "fence.proxy"}
 
 
 @dataclass(frozen=True)
@@ -201,7 +201,7 @@ def occupancy_of(row: dict[str, Any]) -> str | None:
 
 
 def instructions_of(row: dict[str, Any]) -> str | None:
-    """What stands in the kernel, as "80 mma.sync, 4 fences"; None if that is not known."""
+    """What stands in the kernel, as "80 mma.sync, 4 TMA"; None if that is not known."""
     if row["kernels"] == 0:
         return "no Pallas kernel"
     counts = [(row[name], SHORT_NAMES.get(name, name)) for name in ptx.INSTRUCTIONS]
