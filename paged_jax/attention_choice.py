@@ -1,5 +1,6 @@
 """Which attention an engine runs: decided before its cache exists, whose width depends on it."""
 
+import importlib
 from typing import NamedTuple
 
 import jax.numpy as jnp
@@ -33,6 +34,10 @@ def choose_attention(
     interpret: bool,
 ) -> AttentionChoice:
     """Implementations by name, or "auto", for the largest steps; ValueError where one refuses."""
+    if interpret:
+        # The interpreter imports it when it first runs. It brings a setting that jit takes into
+        # account: every step that is compiled before is compiled again.
+        importlib.import_module("jax.experimental.pallas.fuser")
     D, dtype, target = config.head_dim, jnp.dtype(limits.dtype), targets.current()
     options = AttentionOptions(D**-0.5, sliding_window=config.sliding_window, interpret=interpret)
 
