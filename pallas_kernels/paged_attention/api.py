@@ -27,6 +27,7 @@ IMPLEMENTATIONS = Registry(
         "gather_sdpa": "pallas_kernels.paged_attention.gather_sdpa",
         "triton": "pallas_kernels.paged_attention.triton",
         "mosaic_gpu": "pallas_kernels.paged_attention.mosaic_gpu",
+        "mosaic_gpu_wgmma": "pallas_kernels.paged_attention.mosaic_gpu_wgmma",
     },
 )
 

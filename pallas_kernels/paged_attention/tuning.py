@@ -10,7 +10,7 @@ from typing import Any
 from pallas_kernels.paged_attention.spec import Call
 from pallas_kernels.targets import TARGETS, Target
 
-MAX_COLUMNS = 64
+MAX_COLUMNS = 32
 # Of the rule. Larger copies would not be faster, and leave fewer tiles to choose from.
 COPY_BYTES = 16 << 10
 TILE_BYTES = 16 << 10  # keys of a tile
