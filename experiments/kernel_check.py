@@ -52,7 +52,7 @@ _WORKERS = flags.DEFINE_integer("workers", os.cpu_count(), "Processes at once.",
 _OUT_DIR = flags.DEFINE_string("out_dir", "out/kernel_check", "Where the results go.")
 flags.mark_flag_as_required("impl")
 
-FAULTS_SHOWN = 5
+FAULTS_SHOWN, DETAIL_LINES = 10, 20
 GOOD = ("pass", "refused")
 RACES = {None: None, False: "none", True: "found"}
 SHORT_NAMES = {"cp.async.bulk.tensor": "TMA", "fence.proxy.async": "fence.proxy"}
@@ -228,11 +228,14 @@ def faults(rows: list[dict[str, Any]], details: list[str]) -> list[dict[str, str
 
 
 def print_faults(found: list[dict[str, str]]) -> None:
-    """The first ones with what there is of detail."""
+    """A line for each of the first ones, and the end of what the first one has of detail."""
     for fault in found[:FAULTS_SHOWN]:
-        print("\n".join(line for line in fault.values() if line))
+        print(fault["fault"])
     if len(found) > FAULTS_SHOWN:
-        print(f"… and {len(found) - FAULTS_SHOWN} more faults, in results.json")
+        print(f"… and {len(found) - FAULTS_SHOWN} more")
+    if detail := next((fault["details"] for fault in found if fault["details"]), None):
+        print("\n".join(detail.splitlines()[-DETAIL_LINES:]))
+        print("(the end of the first fault's details; all are in results.json)")
 
 
 def main() -> None:

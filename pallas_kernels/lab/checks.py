@@ -148,7 +148,7 @@ def _judge(check: Callable[[], CheckResult]) -> CheckResult:
 
 
 def _cause(error: Exception) -> str:
-    """The error in a line; of one whose text is a traceback, as of a callback, what that ends in."""
+    """The error in a line; where its text is a traceback, as of a callback, what that ends in."""
     lines = re.findall(r"^\w+(?:Error|Exception): .+", str(error), flags=re.MULTILINE)
     return lines[-1] if lines else f"{type(error).__name__}: {_line(error)}"
 
