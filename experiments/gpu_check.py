@@ -31,7 +31,7 @@ from experiments.device_check.runner import run_checks, run_sanitizer
 from pallas_kernels.lab.worker import Worker
 
 _OUT_DIR = flags.DEFINE_string("out_dir", "out/gpu_check", "Where the results go.")
-_TIME_LIMIT_S = flags.DEFINE_float("time_limit_s", 330, "For everything.", lower_bound=1)
+_TIME_LIMIT_S = flags.DEFINE_float("time_limit_s", 340, "For everything.", lower_bound=1)
 _CHECK_LIMIT_S = flags.DEFINE_float("check_limit_s", 40, "For one check.", lower_bound=1)
 _SECONDS = flags.DEFINE_float("seconds", 0.1, "About how long a kernel is timed.", lower_bound=0)
 _IMPL = flags.DEFINE_list("impl", None, "Only these kernels and contenders; default: all.")

@@ -18,6 +18,7 @@ from experiments.latency.shapes import Inputs, Shape, paged
 from experiments.latency.timing import Arguments
 from pallas_kernels.paged_attention import (
     IMPLEMENTATIONS,
+    AttentionOptions,
     Unsupported,
     cache_head_size,
     paged_prefill_attention,
@@ -44,7 +45,7 @@ def contender(
     """
     scale = 1 / math.sqrt(shape.geometry.head_size)
     if name in OTHERS:
-        if shape.queries > 1:
+        if shape.queries > 1 and name != "contiguous":
             raise Unsupported(f"{name} is here for decoding, not for {shape.queries} queries")
         return OTHERS[name](shape, scale, interpret)
 
@@ -66,6 +67,20 @@ def check_name(name: str) -> None:
     if "." not in name and name not in (*IMPLEMENTATIONS, *OTHERS):
         known = ", ".join((*IMPLEMENTATIONS, *OTHERS))
         raise ValueError(f"unknown attention {name!r}; choose of {known}, or name a module")
+
+
+def contiguous(shape: Shape, scale: float, interpret: bool) -> Contender:
+    """The kernel body of `mosaic_gpu` over caches ``[B, Hk, L, D]``, tuned as for their blocks."""
+    from pallas_kernels.paged_attention.contiguous import contiguous_attention
+
+    options = AttentionOptions(scale, interpret=interpret)
+
+    def attend(q: Array, k: Array, v: Array, lens: Array) -> Array:
+        starts = lens - shape.queries
+        size = shape.block_size
+        return contiguous_attention(q, k, v, lens, starts, options=options, block_size=size).out
+
+    return Contender(lambda inputs, seed: inputs, {"": attend})
 
 
 def xla_contiguous(shape: Shape, scale: float, interpret: bool) -> Contender:
@@ -156,9 +171,10 @@ def cudnn_contiguous(shape: Shape, scale: float, interpret: bool) -> Contender:
 
 
 # These read caches [B, Hk, L, D]: no block size matters to them.
-CONTIGUOUS = ("xla_contiguous", "cudnn_contiguous")
+CONTIGUOUS = ("contiguous", "xla_contiguous", "cudnn_contiguous")
 
 OTHERS: dict[str, Callable[[Shape, float, bool], Contender]] = {
+    "contiguous": contiguous,
     "xla_contiguous": xla_contiguous,
     "cudnn_contiguous": cudnn_contiguous,
     "jax_paged": jax_paged,

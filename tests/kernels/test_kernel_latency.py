@@ -130,6 +130,12 @@ def test_a_prefill_is_measured_like_a_decode_and_refused_by_those_that_decode():
         replace(SMALL, queries=28)
 
 
+def test_the_contiguous_kernel_has_the_body_of_the_paged_one():
+    shape = Shape(Geometry(4, 2, 64), batch=2, context=61, block_size=16, dtype="bfloat16")
+    row = measure.measure("contiguous", shape, bandwidth=1e9, seconds=0, interpret=True)
+    assert (row.verdict, row.block_size) == ("right", None)
+
+
 def lowered_for_cuda(name: str, shape: Shape) -> str:
     """The text of a contender that needs cuDNN, as JAX would hand it to XLA for a GPU."""
     from jax._src.cudnn import fused_attention_stablehlo as cudnn
