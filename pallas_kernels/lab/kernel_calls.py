@@ -76,7 +76,8 @@ def _read(operation: Any) -> KernelCall:
         x, y, z = (ir.IntegerAttr(config[f"grid_{axis}"]).value for axis in "xyz")
         return KernelCall(ir.StringAttr(config["name"]).value, "triton", (x, y, z), None)
     kernel = _mosaic_module(config)
-    [launch] = [op for op in _walk(kernel.operation) if op.name.endswith("gpu.launch")]
+    # The first of one: looking at the thousands of operations within takes seconds.
+    launch = next(op for op in _walk(kernel.operation) if op.name.endswith("gpu.launch"))
     # A token to wait for, grid, threads, perhaps clusters, shared memory.
     _, x, y, z, *_, shared_memory = launch.operands
     return KernelCall(
