@@ -24,6 +24,7 @@ import os
 import secrets
 import sys
 from collections import Counter
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -156,21 +157,23 @@ def row(task: Task, result: CheckResult, seconds: float) -> dict[str, Any]:
 def print_tables(rows: list[dict[str, Any]]) -> None:
     """For each implementation a table of each kind of check."""
     for impl in dict.fromkeys(row["implementation"] for row in rows):
-        for check, line_of in (("values", values_line), ("lowering", lowering_line)):
-            lines = [
-                line_of(row)
-                for row in rows
-                if (row["implementation"], row["check"]) == (impl, check)
-            ]
-            if lines:
-                cells = [list(line.values()) for line in lines]
-                reporting.print_table(f"{impl}: {check}", list(lines[0]), cells)
+        own = [row for row in rows if row["implementation"] == impl]
+        if values := [row for row in own if row["check"] == "values"]:
+            print_lines(f"{impl}: values on {values[0]['where']}", map(values_line, values))
+        if lowered := [row for row in own if row["check"] == "lowering"]:
+            print_lines(f"{impl}: lowering", map(lowering_line, lowered))
+
+
+def print_lines(title: str, lines: Iterable[dict[str, object]]) -> None:
+    """A table of lines, which have the columns of the first."""
+    lines = list(lines)
+    reporting.print_table(title, list(lines[0]), [list(line.values()) for line in lines])
 
 
 def values_line(row: dict[str, Any]) -> dict[str, object]:
     """What a table of values shows."""
     return {
-        **{name: row[name] for name in ("case", "shape", "dtype", "where", "error", "tolerance")},
+        **{name: row[name] for name in ("case", "shape", "dtype", "error", "tolerance")},
         "races": RACES[row["races"]],
         "s": row["seconds"],
         "verdict": verdict_of(row),
@@ -180,7 +183,9 @@ def values_line(row: dict[str, Any]) -> dict[str, object]:
 def lowering_line(row: dict[str, Any]) -> dict[str, object]:
     """What a table of lowering shows."""
     return {
-        **{name: row[name] for name in ("case", "where", "registers", "spills")},
+        "case": row["case"],
+        "GPU": row["where"],
+        **{name: row[name] for name in ("registers", "spills")},
         "shared memory": row["shared_memory"],
         "programs per core": occupancy_of(row),
         "instructions": instructions_of(row),
@@ -217,12 +222,12 @@ def faults(rows: list[dict[str, Any]], details: list[str]) -> list[dict[str, str
             found.append(
                 {"fault": f"{where}: {row['verdict']}: {row['reason']}", "details": detail}
             )
-    verdicts: dict[tuple[str, str], set[str]] = {}
-    for row in rows:
-        verdicts.setdefault((row["implementation"], row["check"]), set()).add(row["verdict"])
-    for (impl, check), kinds in verdicts.items():
-        if kinds == {"refused"}:
-            fault = f"{impl}: every case of {check} is refused, so nothing was checked"
+    for impl in dict.fromkeys(row["implementation"] for row in rows):
+        own = [row for row in rows if row["implementation"] == impl]
+        # A GPU may lack what a kernel needs, so all lowering may be refused, but not all values.
+        values = [row for row in own if row["check"] == "values"]
+        if {row["verdict"] for row in values or own} == {"refused"}:
+            fault = f"{impl}: every case is refused, so nothing was checked"
             found.append({"fault": fault, "details": ""})
     return found
 

@@ -65,7 +65,7 @@ def test_every_case_that_was_asked_for_is_a_row(good):
 
 
 def test_the_table_the_seed_and_a_csv_are_left(good):
-    for text in ("xla: values", "window and cap", "tolerance", "--seed=5", "xla: 3 pass"):
+    for text in ("xla: values on CPU", "window and cap", "tolerance", "--seed=5", "xla: 3 pass"):
         assert text in good.stdout
     assert good.results["seed"] == 5
     with open(Path(good.results["flags"]["out_dir"]) / "results.csv") as file:
@@ -111,7 +111,7 @@ def test_faults_end_in_exit_code_1_and_are_told(faulty):
 
 
 def test_a_kernel_that_refuses_everything_has_not_been_checked(faulty):
-    fault = "toys.refusing: every case of values is refused, so nothing was checked"
+    fault = "toys.refusing: every case is refused, so nothing was checked"
     assert fault in [fault["fault"] for fault in faulty.results["faults"]]
 
 
