@@ -7,7 +7,7 @@ from mixed_requests import BOS, TEXT
 
 from paged_jax import Engine, SamplingParams
 
-# Two buckets of decode rows, one of prefill tokens: each is compiled, and the interpreter is slow.
+# One bucket of prefill tokens; of decode rows the prompts need one: interpreters compile slowly.
 LIMITS = {
     "block_size": 16,
     "num_blocks": 12,
@@ -17,8 +17,9 @@ LIMITS = {
     "max_prefill_seqs": 2,
     "warm_up": False,
 }
-# Prefilled in two chunks, the second next to the other prompt; the first decode crosses a block.
-PROMPTS = [[BOS, *TEXT[: n - 1].encode()] for n in (26, 16)]
+# The first is prefilled in two chunks, the second of them next to the other prompt, and grows into
+# a third block; both start to decode and end together.
+PROMPTS = [[BOS, *TEXT[: n - 1].encode()] for n in (29, 3)]
 GREEDY = SamplingParams(temperature=0, max_tokens=5, ignore_eos=True, logprobs=1)
 
 
