@@ -142,7 +142,9 @@ _DTYPE = flags.DEFINE_enum(
 _ATTENTION = flags.DEFINE_string(
     "attention", "auto", "Paged attention of decode steps: xla, mosaic_gpu, another, or auto."
 )
-_PREFILL_ATTENTION = flags.DEFINE_string("prefill_attention", "auto", "The same of prefill steps.")
+_PREFILL_ATTENTION = flags.DEFINE_string(
+    "prefill_attention", "auto", "Paged attention of prefill steps, likewise."
+)
 _KV_WRITE = flags.DEFINE_string(
     "kv_write", "auto", "How keys and values are written: xla, mosaic_gpu, another, or auto."
 )
