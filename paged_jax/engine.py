@@ -54,7 +54,8 @@ class Engine:
     dtype: of weights and cache; "auto": float32 on a CPU, bfloat16 on a GPU.
     attention, prefill_attention: an implementation of `pallas_kernels.paged_attention` for either
         step, by name, or "auto"; kv_write: likewise, of `pallas_kernels.kv_write`.
-    interpret_kernels: run Pallas kernels in Pallas' interpreter, which needs no GPU and is slow.
+    interpret_kernels: run Pallas kernels in Pallas' interpreter: no GPU needed, slow. Nothing is
+        compiled in the background then: JAX does not keep such steps.
     seed: of requests that bring none.
     warm_up: compile every step in the background; one that is needed before has priority. `warm_up`
         waits until all are there, so that no request ever waits for one.
@@ -146,7 +147,7 @@ class Engine:
             max_prefill_seqs=limits.max_prefill_seqs,
             max_model_len=self.max_model_len,
         )
-        if warm_up:
+        if warm_up and not interpret_kernels:
             self.executor.warm_up = WarmUp(self.executor.lowerings())
         try:
             loaded = model if isinstance(model, LoadedModel) else load_model(model, self.dtype)
