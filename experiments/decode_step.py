@@ -154,6 +154,7 @@ def attention_of(config: ModelConfig, shape: Shape) -> AttentionChoice:
         shape.table_tokens,
         decode=_ATTENTION.value,
         prefill="xla",  # not run
+        write="auto",
         interpret=False,
     )
 

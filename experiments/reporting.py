@@ -144,7 +144,7 @@ def environment() -> dict[str, Any]:
     device = jax.devices()[0]
     return {
         "python": platform.python_version(),
-        **{name: metadata.version(name) for name in PACKAGES},
+        **{name: version(name) for name in PACKAGES},
         "platform": platform.platform(),
         "cpu_count": os.cpu_count(),
         "device_platform": device.platform,
@@ -152,6 +152,14 @@ def environment() -> dict[str, Any]:
         "device_count": jax.device_count(),
         "git_commit": git_commit(Path(__file__).parent),
     }
+
+
+def version(package: str) -> str | None:
+    """Of an installed package; None where it is missing."""
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None
 
 
 def git_commit(folder: Path) -> str | None:
@@ -202,11 +210,21 @@ def report_cases(
     flag: flags.FlagHolder[Any],
     **facts: object,
 ) -> None:
-    """Print cases, which all have the keys of the first, and write results.json and results.csv.
+    """Print cases, which all have the keys of the first, and `write_cases`."""
+    print_table(title, list(cases[0]), [list(case.values()) for case in cases])
+    write_cases(cases, out_dir, flag, **facts)
+
+
+def write_cases(
+    cases: Sequence[Mapping[str, object]],
+    out_dir: str | Path,
+    flag: flags.FlagHolder[Any],
+    **facts: object,
+) -> None:
+    """Write cases, which all have the keys of the first, to results.json and results.csv.
 
     results.json also gets the flags of the module that defines `flag`, the environment and `facts`.
     """
-    print_table(title, list(cases[0]), [list(case.values()) for case in cases])
     results = {"flags": flag_values(flag), "environment": environment(), **facts, "cases": cases}
     write_json(out_dir, "results.json", results)
     write_csv(out_dir, "results.csv", cases)

@@ -142,7 +142,12 @@ _DTYPE = flags.DEFINE_enum(
 _ATTENTION = flags.DEFINE_string(
     "attention", "auto", "Paged attention of decode steps: xla, mosaic_gpu, another, or auto."
 )
-_PREFILL_ATTENTION = flags.DEFINE_string("prefill_attention", "auto", "The same of prefill steps.")
+_PREFILL_ATTENTION = flags.DEFINE_string(
+    "prefill_attention", "auto", "Paged attention of prefill steps, likewise."
+)
+_KV_WRITE = flags.DEFINE_string(
+    "kv_write", "auto", "How keys and values are written: xla, mosaic_gpu, another, or auto."
+)
 _INTERPRET_KERNELS = flags.DEFINE_bool(
     "interpret_kernels", False, "Run Pallas kernels in Pallas' interpreter: no GPU needed, slow."
 )
@@ -179,6 +184,7 @@ def main() -> None:
         dtype=_DTYPE.value,
         attention=_ATTENTION.value,
         prefill_attention=_PREFILL_ATTENTION.value,
+        kv_write=_KV_WRITE.value,
         interpret_kernels=_INTERPRET_KERNELS.value,
         seed=_SEED.value,
     )
@@ -273,8 +279,9 @@ def engine_facts(engine: Engine) -> dict[str, Any]:
     return {
         "model": engine.config.name,
         "dtype": engine.dtype,
-        "attention": engine.attention,
-        "prefill_attention": engine.prefill_attention,
+        "attention": engine.attention.decode_impl,
+        "prefill_attention": engine.attention.prefill_impl,
+        "kv_write": engine.attention.write_impl,
         "block_size": engine.block_size,
         "num_blocks": engine.num_blocks,
         "max_num_seqs": engine.max_num_seqs,

@@ -10,7 +10,8 @@ from typing import Any, NamedTuple
 import jax
 from jax import Array
 
-from paged_jax.kv_cache import LayerCache, write_layer
+from paged_jax.kv_cache import LayerCache
+from pallas_kernels.kv_write import write_kv
 from pallas_kernels.paged_attention import paged_attention, paged_prefill_attention
 
 IntArray = Any  # jax.Array in a step; numpy where the host prepares one
@@ -48,13 +49,14 @@ class PagedAttention:
     sliding_window: int | None
     decode_impl: str
     prefill_impl: str
+    write_impl: str = "auto"
     interpret: bool = False  # run Pallas kernels in Pallas' interpreter
 
     def decode(
         self, cache: LayerCache, index: DecodeIndex, q: Array, k: Array, v: Array
     ) -> tuple[Array, LayerCache]:
         """q ``[B, Hq, D]``, k and v ``[B, Hk, D]`` -> out ``[B, Hq, D]``, cache."""
-        cache = write_layer(cache, k, v, index.slots)
+        cache = self._write(cache, k, v, index.slots)
         out = paged_attention(
             q,
             *cache,
@@ -72,7 +74,7 @@ class PagedAttention:
         self, cache: LayerCache, index: PrefillIndex, q: Array, k: Array, v: Array
     ) -> tuple[Array, LayerCache]:
         """q ``[N, Hq, D]``, k and v ``[N, Hk, D]`` -> out ``[N, Hq, D]``, cache."""
-        cache = write_layer(cache, k, v, index.slots)
+        cache = self._write(cache, k, v, index.slots)
         rows = q.at[index.token_of].get(mode="fill", fill_value=0)  # [R, T, Hq, D]
         result = paged_prefill_attention(
             rows,
@@ -87,6 +89,9 @@ class PagedAttention:
         )
         packed = result.out.reshape(-1, *q.shape[1:])[index.place_of]
         return packed, cache
+
+    def _write(self, cache: LayerCache, k: Array, v: Array, slots: Array) -> LayerCache:
+        return write_kv(*cache, k, v, slots, impl=self.write_impl, interpret=self.interpret)
 
 
 def causal_attention(state: None, scale: float, q: Array, k: Array, v: Array) -> tuple[Array, None]:

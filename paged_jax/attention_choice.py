@@ -1,5 +1,6 @@
 """Which attention an engine runs: decided before its cache exists, whose width depends on it."""
 
+import importlib
 from typing import NamedTuple
 
 import jax.numpy as jnp
@@ -9,8 +10,10 @@ from paged_jax.executor.buckets import prefill_buckets
 from paged_jax.executor.prefill_arrays import PrefillShape
 from paged_jax.limits import Limits
 from paged_jax.models.config import ModelConfig
-from pallas_kernels import targets
+from pallas_kernels import kv_write, moves, targets
 from pallas_kernels.paged_attention import AttentionOptions, Call, cache_head_size, resolve
+
+NUM_BLOCKS = 2  # of the calls: the pool's are not known yet, steps are checked as they are traced
 
 
 class AttentionChoice(NamedTuple):
@@ -27,16 +30,16 @@ def choose_attention(
     *,
     decode: str,
     prefill: str,
+    write: str,
     interpret: bool,
 ) -> AttentionChoice:
-    """Implementations by name, or "auto", for the largest steps; ValueError where one refuses.
-
-    How many blocks there are is not known yet: here it is two. Steps are checked again as they are
-    traced.
-    """
-    options = AttentionOptions(
-        config.head_dim**-0.5, sliding_window=config.sliding_window, interpret=interpret
-    )
+    """Implementations by name, or "auto", for the largest steps; ValueError where one refuses."""
+    if interpret:
+        # The interpreter imports it when it first runs. It brings a setting that jit takes into
+        # account: every step that is compiled before is compiled again.
+        importlib.import_module("jax.experimental.pallas.fuser")
+    D, dtype, target = config.head_dim, jnp.dtype(limits.dtype), targets.current()
+    options = AttentionOptions(D**-0.5, sliding_window=config.sliding_window, interpret=interpret)
 
     def call(rows: int, num_queries: int, head_size: int) -> Call:
         return Call(
@@ -46,25 +49,27 @@ def choose_attention(
             num_kv_heads=config.num_kv_heads,
             head_size=head_size,
             block_size=limits.block_size,
-            num_blocks=2,
+            num_blocks=NUM_BLOCKS,
             max_blocks=-(-max_model_len // limits.block_size),
-            dtype=jnp.dtype(limits.dtype),
+            dtype=dtype,
             options=options,
-            target=targets.current(),
+            target=target,
         )
 
-    largest = prefill_buckets(limits.max_num_batched_tokens)[-1]
-    chunks = PrefillShape.of(largest, limits.max_prefill_seqs)
-    shapes = ((limits.max_num_seqs, 1), (chunks.num_rows, chunks.row_tokens))
-    names = []
-    for name, shape in zip((decode, prefill), shapes, strict=True):
-        width = config.head_dim if name == "auto" else cache_head_size(name, config.head_dim)
-        names.append(resolve(name, call(*shape, width)))
-    width = max(cache_head_size(name, config.head_dim) for name in names)
-    for name, shape in zip(names, shapes, strict=True):  # they share the cache
-        resolve(name, call(*shape, width))
-    on_decode, on_prefill = names
+    num_tokens = prefill_buckets(limits.max_num_batched_tokens)[-1]
+    chunks = PrefillShape.of(num_tokens, limits.max_prefill_seqs)
+    decode_shape, prefill_shape = (limits.max_num_seqs, 1), (chunks.num_rows, chunks.row_tokens)
+    decode = resolve(decode, call(*decode_shape, D), widen=True)
+    prefill = resolve(prefill, call(*prefill_shape, D), widen=True)
+    width = max(cache_head_size(decode, D), cache_head_size(prefill, D))
+    # They share the cache: neither may refuse what the other wants.
+    resolve(decode, call(*decode_shape, width))
+    resolve(prefill, call(*prefill_shape, width))
+
+    cache = (NUM_BLOCKS, config.num_kv_heads, limits.block_size, width)
+    tokens = moves.MoveCall(num_tokens, 2, cache, dtype, moves.MoveOptions(interpret), target)
+    write = moves.resolve(kv_write.IMPLEMENTATIONS, write, tokens)
     attention = PagedAttention(
-        options.scale, config.sliding_window, on_decode, on_prefill, interpret
+        options.scale, config.sliding_window, decode, prefill, write, interpret
     )
     return AttentionChoice(attention, width)

@@ -55,8 +55,9 @@ class Engine:
         one request share in any case.
     dtype: of weights and cache; "auto": float32 on a CPU, bfloat16 on a GPU.
     attention, prefill_attention: an implementation of `pallas_kernels.paged_attention` for either
-        step, by name, or "auto".
-    interpret_kernels: run Pallas kernels in Pallas' interpreter, which needs no GPU and is slow.
+        step, by name, or "auto"; kv_write: likewise, of `pallas_kernels.kv_write`.
+    interpret_kernels: run Pallas kernels in Pallas' interpreter: no GPU needed, slow. Nothing is
+        compiled in the background then: JAX does not keep such steps.
     seed: of requests that bring none.
     warm_up: compile every step in the background; one that is needed before has priority. `warm_up`
         waits until all are there, so that no request ever waits for one.
@@ -80,6 +81,7 @@ class Engine:
         dtype: str = "auto",
         attention: str = "auto",
         prefill_attention: str = "auto",
+        kv_write: str = "auto",
         interpret_kernels: bool = False,
         seed: int = 0,
         warm_up: bool = True,
@@ -112,10 +114,10 @@ class Engine:
             self.max_model_len,
             decode=attention,
             prefill=prefill_attention,
+            write=kv_write,
             interpret=interpret_kernels,
         )
-        self.attention = choice.attention.decode_impl
-        self.prefill_attention = choice.attention.prefill_impl
+        self.attention = choice.attention
         self.num_blocks = pool_size.num_blocks(
             self.config, limits, self.max_model_len, cache_head_size=choice.cache_head_size
         )
@@ -128,7 +130,7 @@ class Engine:
             watermark=watermark,
             enable_prefix_caching=enable_prefix_caching,
         )
-        if warm_up:
+        if warm_up and not interpret_kernels:
             self.executor.warm_up = WarmUp(self.executor.lowerings())
         try:
             loaded = model if isinstance(model, LoadedModel) else load_model(model, self.dtype)

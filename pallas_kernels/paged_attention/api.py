@@ -6,6 +6,7 @@ the file are optional: ``refusal(call)`` says why it cannot do a `Call`, and
 ``cache_head_size(head_size)`` how wide the cache must be for a model's head size.
 """
 
+import dataclasses
 from collections.abc import Callable, Hashable
 from typing import NamedTuple
 
@@ -23,13 +24,17 @@ IMPLEMENTATIONS = Registry(
     {
         "reference": "pallas_kernels.paged_attention.reference",
         "xla": "pallas_kernels.paged_attention.xla",
+        "gather_sdpa": "pallas_kernels.paged_attention.gather_sdpa",
+        "triton": "pallas_kernels.paged_attention.triton",
         "mosaic_gpu": "pallas_kernels.paged_attention.mosaic_gpu",
+        "mosaic_gpu_wgmma": "pallas_kernels.paged_attention.mosaic_gpu_wgmma",
     },
 )
 
-# What "auto" tries, in order; "xla" refuses nothing.
-AUTO_DECODE = ("xla",)
-AUTO_PREFILL = ("xla",)
+# The kernels that "auto" tries on a GPU, in order, before "xla", which does every call.
+# "gather_sdpa" is used by name alone until measurements say for which prefills it is the fastest.
+AUTO_DECODE = ("mosaic_gpu", "triton")
+AUTO_PREFILL = ("mosaic_gpu", "triton")
 
 
 class Choice(NamedTuple):
@@ -49,27 +54,45 @@ def refusal(impl: str, call: Call) -> str | None:
     return None if refuse is None else refuse(call)
 
 
-def choose(call: Call) -> Choice:
-    """What ``impl="auto"`` picks for a call, and why nothing before it."""
+def choose(call: Call, *, widen: bool = False) -> Choice:
+    """What ``impl="auto"`` picks for a call, and why nothing before it.
+
+    With ``widen`` there is no cache yet: the call's head size is the model's, and the cache will be
+    as wide as what is picked wants it (`cache_head_size`).
+
+    ValueError for a call with tuning parameters, which are those of one implementation.
+    """
+    if call.options.tuning is not None:
+        raise ValueError(
+            f"attention 'auto' takes no tuning; name the owner of {call.options.tuning}"
+        )
+    has_gpu = call.target is not None or call.options.interpret
     refusals: dict[str, str] = {}
     for name in AUTO_DECODE if call.num_queries == 1 else AUTO_PREFILL:
-        reason = refusal(name, call)
+        # Without a GPU none is asked: to import them takes a second.
+        reason = _refusal(name, call, widen) if has_gpu else "it needs an NVIDIA GPU"
         if reason is None:
             return Choice(name, refusals)
         refusals[name] = reason
-    raise Unsupported(f"no implementation of attention takes {call}: {refusals}")
+    return Choice("xla", refusals)
 
 
-def resolve(impl: str, call: Call) -> str:
-    """The implementation that does the call: ``impl``, or what "auto" picks.
+def resolve(impl: str, call: Call, *, widen: bool = False) -> str:
+    """The implementation that does the call: ``impl``, or what "auto" picks; ``widen`` as there.
 
     ValueError for an unknown name, `Unsupported` for one that refuses.
     """
     if impl == "auto":
-        return choose(call).impl
-    if reason := refusal(impl, call):
+        return choose(call, widen=widen).impl
+    if reason := _refusal(impl, call, widen):
         raise Unsupported(f"attention {impl!r} cannot do this: {reason}")
     return impl
+
+
+def _refusal(impl: str, call: Call, widen: bool) -> str | None:
+    if widen:
+        call = dataclasses.replace(call, head_size=cache_head_size(impl, call.head_size))
+    return refusal(impl, call)
 
 
 def cache_head_size(impl: str, head_size: int) -> int:

@@ -13,16 +13,19 @@ from jax import Array, lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.paged_attention.mosaic_tiles import Tiles
+from pallas_kernels.paged_attention.mosaic_products import Products, load
+from pallas_kernels.paged_attention.mosaic_tiles import ROW_MULTIPLE, Tiles
 from pallas_kernels.paged_attention.spec import AttentionOptions
 from pallas_kernels.paged_attention.splits import LOWEST
 
 Ref = Any
 LOG2_E = math.log2(math.e)
+PIECE = 64  # lanes of values that are cleared at a time
+SMALLEST = 1e-30  # below any sum of weights, the largest of which is 1
 
 
-def load(ref: Ref, layout: Any) -> Array:
-    return plgpu.load(ref, layout=layout, optimized=False)
+def iota(shape: tuple[int, int], axis: int, layout: Any) -> Array:
+    return plgpu.layout_cast(lax.broadcasted_iota(jnp.int32, shape, axis), layout)
 
 
 def store(ref: Ref, x: Array) -> None:
@@ -64,32 +67,13 @@ class Compute:
 
     tiles: Tiles
     options: AttentionOptions
-    dtype: Any
+    products: Products
     view: View
 
-    @property
-    def _acc(self) -> Any:
-        return plgpu.Layout.MMA_ACC(self.dtype)
-
-    @property
-    def _lhs(self) -> Any:
-        return plgpu.Layout.MMA_LHS(self.dtype)
-
-    @property
-    def _rhs(self) -> Any:
-        return plgpu.Layout.MMA_RHS(self.dtype)
-
     def _full(self, shape: tuple[int, ...], value: float) -> Array:
-        layout = self._acc if len(shape) == 2 else self._acc.reduce(0)
+        acc = self.products.acc
+        layout = acc if len(shape) == 2 else acc.reduce(0)
         return plgpu.layout_cast(jnp.full(shape, value, jnp.float32), layout)
-
-    def _iota(self, shape: tuple[int, int], axis: int, layout: Any) -> Array:
-        return plgpu.layout_cast(lax.broadcasted_iota(jnp.int32, shape, axis), layout)
-
-    def _mma(self, acc: Array, a: Array, b: Array) -> Array:
-        if self.options.interpret:  # which knows no mma
-            return acc + jnp.dot(a.astype(jnp.float32), b.astype(jnp.float32))
-        return plgpu.mma(acc, a, b)
 
     def start(self) -> tuple[Array, Array, Array]:
         """(output^T [D, columns], largest score [columns], sum of weights [rows, columns])."""
@@ -104,7 +88,7 @@ class Compute:
         """Which columns see which rows of a tile, bool[rows, columns]."""
         tiles, view = self.tiles, self.view
         shape = (tiles.rows, tiles.columns)
-        row, column = (self._iota(shape, axis, self._acc) for axis in (0, 1))
+        row, column = (iota(shape, axis, self.products.acc) for axis in (0, 1))
         token = tiles.row_token(row) + first_token
         end = jnp.minimum(view.context, first_token + tiles.tokens)
         visible = token < end
@@ -116,11 +100,11 @@ class Compute:
             visible &= tiles.row_head(row) == tiles.column_head(view.query_tile, column)
         return visible
 
-    def scores(self, q: Array, k_smem: Ref, first_token: Array) -> Array:
+    def scores(self, queries: Any, k_smem: Ref, first_token: Array) -> Array:
         """Scores in powers of two, f32[rows, columns]; -inf where masked."""
         tiles, options = self.tiles, self.options
         zero = self._full((tiles.rows, tiles.columns), 0)
-        scores = self._mma(zero, load(k_smem, self._lhs), q)
+        scores = self.products.scores(k_smem, queries, zero)
         if options.soft_cap is None:
             scores = scores * (options.scale * LOG2_E)
         else:
@@ -135,7 +119,7 @@ class Compute:
         if padding := self.tiles.rows - written:
             for stage in range(v_smem.shape[0]):
                 rows = v_smem.at[stage, pl.ds(written, padding)]
-                rows[...] = jnp.zeros((padding, self.tiles.head_size), self.dtype)
+                rows[...] = jnp.zeros((padding, self.tiles.head_size), v_smem.dtype)
 
     def clear_values(self, v_smem: Ref, first_token: Array) -> None:
         """Put zeros into rows of values that nothing sees: 0 times the NaN they may hold is NaN."""
@@ -144,31 +128,49 @@ class Compute:
 
         @pl.when(outside)
         def _() -> None:
-            layout = self._lhs
-            token = tiles.row_token(self._iota((tiles.rows, tiles.head_size), 0, layout))
-            token = token + first_token
-            seen = (token >= view.first) & (token < view.end)
-            values = load(v_smem, layout)
-            v_smem[...] = jnp.where(seen, values, jnp.zeros((), self.dtype))
+            # In pieces, lest the whole tile go through registers at once.
+            shape, layout = (ROW_MULTIPLE, PIECE), self.products.lhs
+            for first_row in range(0, tiles.rows, ROW_MULTIPLE):
+                token = tiles.row_token(iota(shape, 0, layout) + first_row) + first_token
+                seen = (token >= view.first) & (token < view.end)
+                for lane in range(0, tiles.head_size, PIECE):
+                    piece = v_smem.at[pl.ds(first_row, ROW_MULTIPLE), pl.ds(lane, PIECE)]
+                    piece[...] = jnp.where(seen, load(piece, layout), jnp.zeros((), piece.dtype))
 
     def step(
         self,
         carry: tuple[Array, Array, Array],
-        q: Array,
+        queries: Any,
         k_smem: Ref,
         v_smem: Ref,
-        p_smem: Ref,
+        smem: dict[str, Ref],
         first_token: Array,
     ) -> tuple[Array, Array, Array]:
         """Take one tile into the carry."""
         out, top, total = carry
-        scores = self.scores(q, k_smem, first_token)
+        scores = self.scores(queries, k_smem, first_token)
         self.clear_values(v_smem, first_token)
         new_top = jnp.maximum(top, jnp.max(scores, axis=0))
         shrink = jnp.exp2(top - new_top)
         weights = jnp.exp2(scores - lax.broadcast_in_dim(new_top, scores.shape, [1]))
         total = total * lax.broadcast_in_dim(shrink, total.shape, [1]) + weights
         out = out * lax.broadcast_in_dim(shrink, out.shape, [1])
-        p_smem[...] = weights.astype(self.dtype)
-        out = self._mma(out, load(v_smem.T, self._lhs), load(p_smem, self._rhs))
+        out = self.products.add_values(out, v_smem, weights, smem)
         return out, new_top, total
+
+    def transposable(self, x: Array) -> Array:
+        """x [rows or D, columns], laid out so that its transpose can be stored."""
+        return plgpu.layout_cast(x, plgpu.Layout.WGMMA_TRANSPOSED)
+
+    def strided(self, x: Array) -> Array:
+        """x [columns], laid out so that each element can be stored by itself."""
+        rows = lax.broadcast_in_dim(x, (ROW_MULTIPLE, self.tiles.columns), [1])
+        return jnp.max(self.transposable(plgpu.layout_cast(rows, self.products.acc)), axis=0)
+
+    def finish(self, out: Array, top: Array, total: Array) -> tuple[Array, Array, Array]:
+        """(output^T, largest score, log of the sum of exp(score)); `LOWEST` for nothing."""
+        total = jnp.sum(total, axis=0)
+        scale = 1 / jnp.maximum(total, self._full(total.shape, SMALLEST))
+        out = out * lax.broadcast_in_dim(scale, out.shape, [1])
+        lse = (top + jnp.log2(total)) * math.log(2)
+        return out, top * math.log(2), jnp.maximum(lse, self._full(lse.shape, LOWEST))

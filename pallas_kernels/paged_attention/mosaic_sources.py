@@ -33,15 +33,15 @@ class Blocks:
         first = lax.div(tile * self.tiles.tokens, jnp.int32(self.block_size))
         blocks = max(1, self.tiles.tokens // self.block_size)
         columns = (jnp.clip(first + j, self.first_column, self.last_column) for j in range(blocks))
-        return tuple(
-            jnp.clip(self.tables[self.row, column], 0, self.num_blocks - 1) for column in columns
-        )
+        return tuple(self.tables[self.row, column] for column in columns)
 
     def starts(self, tile: Array, entries: Entries) -> Sequence[Array]:
         offset = lax.rem(tile * self.tiles.tokens, jnp.int32(self.block_size))
         heads = 1 if self.tiles.joined else self.tiles.heads
+        # Clamped only here, lest the loop wait for the entries when it reads them ahead.
+        blocks = (jnp.clip(entry, 0, self.num_blocks - 1) for entry in entries)
         return [
             (block * self.num_kv_heads + self.first_head + head) * self.block_size + offset
-            for block in entries
+            for block in blocks
             for head in range(heads)
         ]

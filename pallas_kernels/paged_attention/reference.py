@@ -3,7 +3,13 @@
 import jax.numpy as jnp
 from jax import Array
 
-from pallas_kernels.paged_attention.spec import AttentionOptions, AttentionResult
+from pallas_kernels.paged_attention.spec import AttentionOptions, AttentionResult, Call
+
+
+def refusal(call: Call) -> str | None:
+    """Why it cannot do the call; None if it can."""
+    tuning = call.options.tuning
+    return None if tuning is None else f"it has nothing to tune, got {tuning!r}"
 
 
 def attend(

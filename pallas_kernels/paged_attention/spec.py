@@ -19,7 +19,8 @@ class AttentionOptions:
     soft_cap: scores become ``soft_cap * tanh(score / soft_cap)``; None: off.
     sliding_window: a token sees itself and the ``sliding_window - 1`` tokens before it; None: all.
     interpret: run a Pallas kernel in Pallas' interpreter, which needs no GPU and is slow.
-    detect_races: the interpreter also looks for races; it raises or reports what it finds.
+    detect_races: the interpreter also looks for races; it raises or reports what it finds. It can
+        for Mosaic GPU kernels alone: in a Triton kernel, copies and barriers are the compiler's.
     tuning: the implementation's own tuning parameters; None: its choice for the device and shape.
     """
 

@@ -10,17 +10,21 @@ from typing import Any
 from pallas_kernels.paged_attention.spec import Call
 from pallas_kernels.targets import TARGETS, Target
 
-MAX_COLUMNS = 64
-# Of the rule. Larger copies would not be faster, and leave fewer tiles to choose from.
-COPY_BYTES = 16 << 10
-TILE_BYTES = 16 << 10  # keys of a tile
-PROGRAMS_PER_CORE = 2
+MAX_COLUMNS = 32  # more take more registers than a thread has
+MAX_SPLITS = 256
+
+# Of the rule, which knows no measurement:
+COLUMNS = 8  # the fewest of a product
+COPY_BYTES = 16 << 10  # of a copy: larger ones gain nothing
+SMALL_COPY_BYTES = 8 << 10  # of a copy that costs more to start than others
+TILE_BYTES = 16 << 10  # of a tile of keys
+PROGRAMS_PER_CORE = 2  # one computes while the other waits
 MAX_STAGES = 4
-# Work that a program has besides its tiles, in tiles: it starts, waits for its first tile, stores.
-START_TILES = 2
-MAX_SPLITS = 64
-# The rest of a core's shared memory: what CUDA keeps of it, reductions, weights.
-RESERVED_BYTES = 6 << 10
+ROWS = 64  # of a tile, a product takes at a time
+RESERVED_BYTES = 6 << 10  # of a program's shared memory, beside its tiles
+PROGRAM_BANDWIDTH = 25 * 10**9  # bytes per second that one program takes in, at most
+START_SECONDS = 2e-6  # from the start of a program to its first tile
+COMBINE_SECONDS = 4e-6  # for the splits' results
 
 
 @dataclass(frozen=True)
@@ -83,47 +87,93 @@ def _table() -> dict[str, Any]:
 
 
 def _by_rule(call: Call, target: Target) -> Tuning:
-    group = call.num_heads // call.num_kv_heads
     row_bytes = call.head_size * call.dtype.itemsize
-    S = call.block_size
-    kv_heads = 1
-    if call.num_queries == 1:
-        # Heads that fill the columns of a product cost nothing and make copies fewer and larger.
-        kv_heads = max(
+    per_head = call.num_queries * call.num_heads // call.num_kv_heads
+    kv_heads = _kv_heads(call, per_head, row_bytes)
+    tokens = _tokens(call, target, max(ROWS, TILE_BYTES // row_bytes) // kv_heads)
+    width = per_head * kv_heads
+    columns = min(-(-width // COLUMNS) * COLUMNS, MAX_COLUMNS)
+
+    stage_bytes = _stage_bytes(tokens * kv_heads, row_bytes)
+    per_program = target.shared_memory_per_core // PROGRAMS_PER_CORE - RESERVED_BYTES
+    stages = max(2, min(MAX_STAGES, per_program // stage_bytes))
+    per_core = target.shared_memory_per_core // (stages * stage_bytes + RESERVED_BYTES)
+    splits = _splits(
+        programs=call.batch * (call.num_kv_heads // kv_heads) * -(-width // columns),
+        tiles=-(-call.max_blocks * call.block_size // tokens),
+        tile_bytes=2 * tokens * kv_heads * row_bytes,
+        result_bytes=4 * columns * call.head_size,
+        slots=target.num_cores * max(1, per_core),
+        bandwidth=target.memory_bandwidth,
+    )
+    return Tuning(tokens, kv_heads, stages, columns, splits)
+
+
+def _stage_bytes(rows: int, row_bytes: int) -> int:
+    """Shared memory of a tile of keys and one of values."""
+    return 2 * -(-rows // ROWS) * ROWS * row_bytes
+
+
+def _kv_heads(call: Call, per_head: int, row_bytes: int) -> int:
+    """KV heads of a program, of which each has ``per_head`` columns.
+
+    Heads that fill up the columns of one product cost nothing, and make copies fewer and larger.
+    If copies are still small then, a second product is worth it.
+    """
+
+    def most(columns: int) -> int:
+        return max(
             heads
             for heads in range(1, call.num_kv_heads + 1)
             if heads == 1
             or (
                 call.num_kv_heads % heads == 0
-                and heads * group <= 8
-                and heads * S * row_bytes <= COPY_BYTES
+                and heads * per_head <= columns
+                and heads * call.block_size * row_bytes <= COPY_BYTES
             )
         )
-    rows = max(64, TILE_BYTES // row_bytes // 64 * 64)
-    tokens = max(8, rows // kv_heads)
-    if tokens > S:
-        tokens = tokens // S * S
-    elif S % tokens:
-        tokens = S
-    width = call.num_queries * kv_heads * group
-    columns = min(-(-width // 8) * 8, 32)
 
-    stage_bytes = 2 * -(-tokens * kv_heads // 64) * 64 * row_bytes
-    per_program = target.shared_memory_per_core // PROGRAMS_PER_CORE - RESERVED_BYTES
-    stages = max(2, min(MAX_STAGES, per_program // stage_bytes))
-    programs = call.batch * (call.num_kv_heads // kv_heads) * -(-width // columns)
-    slots = target.num_cores * max(
-        1, target.shared_memory_per_core // (stages * stage_bytes + RESERVED_BYTES)
-    )
-    tiles = -(-call.max_blocks * S // tokens)
-    return Tuning(tokens, kv_heads, stages, columns, _splits(programs, tiles, slots))
+    heads = most(COLUMNS)
+    is_small = heads * call.block_size * row_bytes < SMALL_COPY_BYTES
+    return most(2 * COLUMNS) if is_small else heads
 
 
-def _splits(programs: int, tiles: int, slots: int) -> int:
-    """The fewest splits for which all programs, of at most ``tiles`` tiles, are done soonest."""
+def _tokens(call: Call, target: Target, wanted: int) -> int:
+    """Tokens of a tile, about as many as wanted: some blocks, or an even part of one."""
+    S, D = call.block_size, call.head_size
+    if wanted >= S:
+        return wanted // S * S
+    has_tma = target.compute_capability >= (9, 0)
+    parts = [
+        n
+        for n in range(8, S + 1, 8)
+        if S % n == 0
+        and (has_tma or n * D % 2048 == 0)
+        and 2 * _stage_bytes(n, D * call.dtype.itemsize) + RESERVED_BYTES
+        <= target.shared_memory_per_block
+    ]
+    return min(parts, key=lambda n: abs(math.log(n / wanted)), default=S)
 
-    def time(splits: int) -> int:
+
+def _splits(
+    *,
+    programs: int,
+    tiles: int,
+    tile_bytes: int,
+    result_bytes: int,
+    slots: int,
+    bandwidth: int,
+) -> int:
+    """The fewest splits that take least time, if every context fills its table.
+
+    programs: of one split; tiles, tile_bytes, result_bytes: of a program; slots: programs at once.
+    """
+    memory = programs * tiles * tile_bytes / bandwidth
+
+    def seconds(splits: int) -> float:
         rounds = math.ceil(programs * splits / slots)
-        return rounds * (math.ceil(tiles / splits) + START_TILES)
+        program = START_SECONDS + math.ceil(tiles / splits) * tile_bytes / PROGRAM_BANDWIDTH
+        results = 2 * programs * splits * result_bytes / bandwidth
+        return max(memory, rounds * program) + (COMBINE_SECONDS + results if splits > 1 else 0)
 
-    return min(range(1, min(MAX_SPLITS, tiles) + 1), key=time)
+    return min(range(1, min(MAX_SPLITS, tiles) + 1), key=seconds)

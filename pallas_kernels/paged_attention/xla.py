@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-from pallas_kernels.paged_attention.spec import AttentionOptions, AttentionResult
+from pallas_kernels.paged_attention.spec import AttentionOptions, AttentionResult, Call
 
 CHUNK_TOKENS = 128
 # Keys and values that a turn of the loop gathers: what a CPU's caches hold, or enough to occupy a
@@ -23,6 +23,12 @@ TILE_BYTES = {"cpu": 3 << 20}
 DEFAULT_TILE_BYTES = 32 << 20
 # Stands for minus infinity where two are subtracted; below any score.
 LOWEST = -1e38
+
+
+def refusal(call: Call) -> str | None:
+    """Why it cannot do the call; None if it can."""
+    tuning = call.options.tuning
+    return None if tuning is None else f"it has nothing to tune, got {tuning!r}"
 
 
 def attend(

@@ -1,0 +1,1 @@
+"""Measuring attention kernels beside one another: shapes, contenders, timing, rows, figures."""

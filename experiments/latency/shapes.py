@@ -1,0 +1,157 @@
+"""Shapes of decode attention to measure, their inputs, and what must come out of them."""
+
+import math
+from dataclasses import dataclass
+from functools import partial
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+
+class Geometry(NamedTuple):
+    """Heads of a model's attention."""
+
+    heads: int
+    kv_heads: int
+    head_size: int
+
+    def __str__(self) -> str:
+        names = (name for name, geometry in GEOMETRIES.items() if geometry == self)
+        return next(names, "/".join(map(str, self)))
+
+
+GEOMETRIES = {
+    "llama3-8b": Geometry(32, 8, 128),
+    "opt-13b": Geometry(40, 40, 128),
+    "smollm2": Geometry(9, 3, 64),
+}
+
+
+def parse_geometry(text: str) -> Geometry:
+    """A name, or query heads/KV heads/head size; ValueError for anything else."""
+    if text in GEOMETRIES:
+        return GEOMETRIES[text]
+    parts = text.split("/")
+    if len(parts) != 3 or not all(part.isdigit() and int(part) for part in parts):
+        raise ValueError(
+            f"a geometry is one of {', '.join(GEOMETRIES)}, or query heads/KV heads/head size such "
+            f"as 32/8/128; got {text!r}"
+        )
+    geometry = Geometry(*map(int, parts))
+    if geometry.heads % geometry.kv_heads:
+        raise ValueError(f"{text}: query heads must be a multiple of KV heads")
+    return geometry
+
+
+@dataclass(frozen=True)
+class Shape:
+    """A batch of sequences of equal length, each with its queries at its end: one in decoding."""
+
+    geometry: Geometry
+    batch: int
+    context: int  # tokens
+    block_size: int
+    dtype: str
+    queries: int = 1
+
+    def __post_init__(self) -> None:
+        if self.queries > self.context:
+            raise ValueError(f"{self.queries} queries do not fit into {self.context} tokens")
+
+    @property
+    def blocks_per_row(self) -> int:
+        return -(-self.context // self.block_size)
+
+    @property
+    def kv_bytes(self) -> int:
+        """What attention cannot do without reading: each key and each value of the contexts."""
+        width = self.geometry.kv_heads * self.geometry.head_size * jnp.dtype(self.dtype).itemsize
+        return 2 * self.batch * self.context * width
+
+    def __str__(self) -> str:
+        queries = f", {self.queries} queries" if self.queries > 1 else ""
+        return (
+            f"{self.geometry}, batch {self.batch}, context {self.context}{queries}, block "
+            f"{self.block_size}, {self.dtype}"
+        )
+
+
+class Inputs(NamedTuple):
+    """Contiguous caches; L is the context rounded up to whole blocks. All slots hold numbers."""
+
+    q: Array  # [B, T, Hq, D]
+    k: Array  # [B, Hk, L, D]
+    v: Array  # [B, Hk, L, D]
+    context_lens: Array  # i32[B]
+
+
+class PagedInputs(NamedTuple):
+    """The same in blocks, those of all rows mixed; there are no more blocks than the rows have."""
+
+    q: Array  # [B, T, Hq, D]
+    k: Array  # [P, Hk, S, D]
+    v: Array  # [P, Hk, S, D]
+    block_tables: Array  # i32[B, M]
+    context_lens: Array  # i32[B]
+
+
+@partial(jax.jit, static_argnames="shape")
+def random_inputs(shape: Shape, seed: int) -> Inputs:
+    """Normal numbers, made on the device row by row: what that takes beside them stays small."""
+    Hq, Hk, D = shape.geometry
+    L = shape.blocks_per_row * shape.block_size
+
+    def row(key: Array) -> tuple[Array, Array, Array]:
+        keys = jax.random.split(key, 3)
+        sizes = ((shape.queries, Hq, D), (Hk, L, D), (Hk, L, D))
+        q, k, v = map(partial(jax.random.normal, dtype=shape.dtype), keys, sizes)
+        return q, k, v
+
+    # The generator that devices have of their own, which is the fastest.
+    rows = jax.random.split(jax.random.key(seed, impl="rbg"), shape.batch)
+    q, k, v = jax.lax.map(row, rows)
+    return Inputs(q, k, v, jnp.full(shape.batch, shape.context, jnp.int32))
+
+
+@partial(jax.jit, static_argnames=("shape", "cache_head_size"))
+def paged(inputs: Inputs, seed: int, *, shape: Shape, cache_head_size: int) -> PagedInputs:
+    """In blocks at random places; lanes past the head size are zero, as in an engine's cache."""
+    _, Hk, D = shape.geometry
+    B, M, S = shape.batch, shape.blocks_per_row, shape.block_size
+    order = jax.random.permutation(jax.random.key(seed), B * M).astype(jnp.int32)
+
+    def scatter(x: Array) -> Array:
+        blocks = x.reshape(B, Hk, M, S, D).swapaxes(1, 2).reshape(B * M, Hk, S, D)
+        padding = ((0, 0), (0, 0), (0, 0), (0, cache_head_size - D))
+        return jnp.pad(blocks[jnp.argsort(order)], padding)
+
+    return PagedInputs(
+        inputs.q, scatter(inputs.k), scatter(inputs.v), order.reshape(B, M), inputs.context_lens
+    )
+
+
+@jax.jit
+def wanted(inputs: Inputs) -> Array:
+    """f32[B, T, Hq, D]: attention in float32, row by row, products at the highest precision."""
+    B, T, Hq, D = inputs.q.shape
+    _, Hk, L, _ = inputs.k.shape
+
+    def row(inputs: Inputs) -> Array:
+        q = inputs.q.reshape(T, Hk, Hq // Hk, D).astype(jnp.float32)
+        positions = inputs.context_lens - T + jnp.arange(T)
+        seen = jnp.arange(L) <= positions[:, None]  # [T, L]
+        k, v = (x.astype(jnp.float32) for x in (inputs.k, inputs.v))
+        with jax.default_matmul_precision("highest"):
+            scores = jnp.einsum("thgd,hld->hgtl", q, k) / math.sqrt(D)
+            weights = jax.nn.softmax(jnp.where(seen, scores, -jnp.inf), axis=-1)
+            return jnp.einsum("hgtl,hld->thgd", weights, v).reshape(T, Hq, D)
+
+    return jax.lax.map(row, inputs)
+
+
+def relative_error(out: Array, wanted: Array) -> float:
+    """Norm of the difference over the norm of what is wanted; NaN where a number is none."""
+    difference = out.astype(jnp.float32) - wanted
+    return float(jnp.linalg.norm(difference.ravel()) / jnp.linalg.norm(wanted.ravel()))

@@ -1,0 +1,109 @@
+"""The public entry: choose an implementation by name and call it.
+
+To add one, write a file with ``copy``, ``read`` and ``write`` of `reference`'s signatures and name
+it in `IMPLEMENTATIONS`. A ``refusal(call)`` of the file, which is optional, says why it cannot do a
+`MoveCall`.
+
+All take the caches of keys and of values of all layers, alike and each ``[P, Hk, S, D]``, and move
+the same blocks of each. Numbers of blocks must be those of blocks in the caches; pad them with the
+null block to keep their number static. Where one is written, its contents do not matter after.
+Donated caches are updated in place.
+
+Each raises ValueError for shapes that do not fit, `Unsupported` for what ``impl`` refuses.
+"""
+
+from collections.abc import Sequence
+from types import ModuleType
+
+from jax import Array
+
+from pallas_kernels.moves import MoveCall, MoveOptions, check_caches, check_indices, resolve
+from pallas_kernels.registry import Registry
+
+IMPLEMENTATIONS = Registry(
+    "block_copy",
+    {
+        "reference": "pallas_kernels.block_copy.reference",
+        "xla": "pallas_kernels.block_copy.xla",
+        "mosaic_gpu": "pallas_kernels.block_copy.mosaic_gpu",
+    },
+)
+
+
+def copy_blocks(
+    caches: Sequence[Array],
+    sources: Array,
+    targets: Array,
+    *,
+    impl: str = "auto",
+    interpret: bool = False,
+    detect_races: bool = False,
+) -> list[Array]:
+    """Copy blocks ``sources`` to blocks ``targets``, both ``i32[N]``: copy-on-write.
+
+    No block is both source and target, nor target twice, except the null block. Returns the caches.
+    """
+    caches = list(caches)
+    check_caches(caches)
+    check_indices("sources", sources)
+    check_indices("targets", targets)
+    if len(sources) != len(targets):
+        raise ValueError(f"{len(sources)} sources, but {len(targets)} targets")
+    options = MoveOptions(interpret, detect_races)
+    module = _module(impl, caches, targets, options)
+    copied: list[Array] = module.copy(caches, sources, targets, options=options)
+    return copied
+
+
+def read_blocks(
+    caches: Sequence[Array],
+    blocks: Array,
+    *,
+    impl: str = "auto",
+    interpret: bool = False,
+    detect_races: bool = False,
+) -> Array:
+    """Gather blocks ``i32[N]`` of L caches into one array ``[N, L, Hk, S, D]``: swapping out.
+
+    All of a block is contiguous in it.
+    """
+    caches = list(caches)
+    check_caches(caches)
+    check_indices("blocks", blocks)
+    options = MoveOptions(interpret, detect_races)
+    module = _module(impl, caches, blocks, options)
+    staged: Array = module.read(caches, blocks, options=options)
+    return staged
+
+
+def write_blocks(
+    caches: Sequence[Array],
+    staged: Array,
+    blocks: Array,
+    *,
+    impl: str = "auto",
+    interpret: bool = False,
+    detect_races: bool = False,
+) -> list[Array]:
+    """Scatter ``staged``, as from `read_blocks`, to blocks ``i32[N]``: swapping in.
+
+    Blocks are distinct except the null block. Returns the caches.
+    """
+    caches = list(caches)
+    check_caches(caches)
+    check_indices("blocks", blocks)
+    expected = (len(blocks), len(caches), *caches[0].shape[1:])
+    if staged.shape != expected or staged.dtype != caches[0].dtype:
+        raise ValueError(
+            f"staged must be {caches[0].dtype}{expected} for {len(blocks)} blocks of "
+            f"{len(caches)} caches, got {staged.dtype}{staged.shape}"
+        )
+    options = MoveOptions(interpret, detect_races)
+    module = _module(impl, caches, blocks, options)
+    written: list[Array] = module.write(caches, staged, blocks, options=options)
+    return written
+
+
+def _module(impl: str, caches: list[Array], blocks: Array, options: MoveOptions) -> ModuleType:
+    name = resolve(IMPLEMENTATIONS, impl, MoveCall.of(caches, blocks, options))
+    return IMPLEMENTATIONS.module(name)

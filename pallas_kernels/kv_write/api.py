@@ -1,0 +1,65 @@
+"""The public entry: choose an implementation by name and call it.
+
+To add one, write a file with a ``write`` of `reference`'s signature and name it in
+`IMPLEMENTATIONS`. A ``refusal(call)`` of the file, which is optional, says why it cannot do a
+`MoveCall`.
+"""
+
+import jax.numpy as jnp
+from jax import Array
+
+from pallas_kernels.moves import MoveCall, MoveOptions, check_caches, check_indices, resolve
+from pallas_kernels.registry import Registry
+
+IMPLEMENTATIONS = Registry(
+    "kv_write",
+    {
+        "reference": "pallas_kernels.kv_write.reference",
+        "xla": "pallas_kernels.kv_write.xla",
+        "mosaic_gpu": "pallas_kernels.kv_write.mosaic_gpu",
+    },
+)
+
+
+def write_kv(
+    k_cache: Array,
+    v_cache: Array,
+    k: Array,
+    v: Array,
+    slots: Array,
+    *,
+    impl: str = "auto",
+    interpret: bool = False,
+    detect_races: bool = False,
+) -> tuple[Array, Array]:
+    """Write keys and values ``[N, Hk, D]`` of N tokens into their slots of the caches.
+
+    Caches ``[P, Hk, S, D or wider]``, of any dtype; lanes beyond D get zeros. slots ``i32[N]``:
+    slot s is place ``s % S`` of block ``s // S``, which must be a block of the caches. Slots are
+    distinct except in the null block, where padded tokens go and whose contents do not matter
+    after. Donated caches are updated in place.
+
+    Returns the caches. ValueError for shapes that do not fit, `Unsupported` for what ``impl``
+    refuses.
+    """
+    caches = [k_cache, v_cache]
+    check_caches(caches)
+    check_indices("slots", slots)
+    _, Hk, _, cache_D = k_cache.shape
+    if k.shape != v.shape or k.ndim != 3 or k.shape[:2] != (len(slots), Hk):
+        raise ValueError(
+            f"k and v must be [{len(slots)}, {Hk}, D] for {len(slots)} slots and {Hk} KV heads, "
+            f"got {k.shape} and {v.shape}"
+        )
+    if k.shape[2] > cache_D:
+        raise ValueError(f"k has head size {k.shape[2]}, the cache only {cache_D}")
+
+    def widened(x: Array) -> Array:
+        return jnp.pad(x.astype(k_cache.dtype), ((0, 0), (0, 0), (0, cache_D - x.shape[2])))
+
+    options = MoveOptions(interpret, detect_races)
+    name = resolve(IMPLEMENTATIONS, impl, MoveCall.of(caches, slots, options))
+    written: tuple[Array, Array] = IMPLEMENTATIONS.module(name).write(
+        k_cache, v_cache, widened(k), widened(v), slots, options=options
+    )
+    return written

@@ -1,0 +1,82 @@
+"""What the ops that move keys and values share: their options, and what may be refused.
+
+Caches are ``[P, Hk, S, D]``: P blocks of S slots for each of Hk KV heads, D the head size. Block 0
+is the null block: what is padded goes there, nothing reads it.
+"""
+
+from dataclasses import dataclass
+
+import jax.numpy as jnp
+from jax import Array
+
+from pallas_kernels import targets
+from pallas_kernels.registry import Registry, Unsupported
+from pallas_kernels.targets import Target
+
+NULL_BLOCK = 0
+# What "auto" stands for. No GPU has been measured yet, so it is not a kernel anywhere.
+AUTO = "xla"
+
+
+@dataclass(frozen=True)
+class MoveOptions:
+    """Static choices of a call.
+
+    interpret: run a Pallas kernel in Pallas' interpreter, which needs no GPU and is slow.
+    detect_races: the interpreter also looks for races; it raises or reports what it finds.
+    """
+
+    interpret: bool = False
+    detect_races: bool = False
+
+
+@dataclass(frozen=True)
+class MoveCall:
+    """All that is known of a call when it is traced: what an implementation may refuse."""
+
+    num_moved: int  # tokens or blocks
+    num_caches: int
+    cache_shape: tuple[int, ...]  # (P, Hk, S, D) of each
+    dtype: jnp.dtype
+    options: MoveOptions
+    target: Target | None  # the GPU it is traced for; None: no GPU
+
+    @classmethod
+    def of(cls, caches: list[Array], indices: Array, options: MoveOptions) -> "MoveCall":
+        """Of caches that are alike, and ``i32[N]`` that say what is moved."""
+        first = caches[0]
+        target = targets.current()
+        return cls(len(indices), len(caches), first.shape, first.dtype, options, target)
+
+
+def resolve(registry: Registry, impl: str, call: MoveCall) -> str:
+    """The implementation that does the call: ``impl``, or what "auto" stands for.
+
+    ValueError for an unknown name, `Unsupported` for one that refuses.
+    """
+    name = AUTO if impl == "auto" else impl
+    refuse = getattr(registry.module(name), "refusal", None)
+    if refuse is not None and (reason := refuse(call)):
+        raise Unsupported(f"{registry.op} {name!r} cannot do this: {reason}")
+    return name
+
+
+def check_caches(caches: list[Array]) -> None:
+    """Raise ValueError unless all are alike, with axes [P, Hk, S, D]."""
+    if not caches:
+        raise ValueError("no caches are given")
+    for cache in caches:
+        if cache.ndim != 4:
+            raise ValueError(f"a cache must have 4 axes [P, Hk, S, D], got shape {cache.shape}")
+        if (cache.shape, cache.dtype) != (caches[0].shape, caches[0].dtype):
+            raise ValueError(
+                f"caches differ: {caches[0].dtype}{caches[0].shape}, {cache.dtype}{cache.shape}"
+            )
+
+
+def check_indices(name: str, indices: Array) -> None:
+    """Raise ValueError unless they are ``i32[N]`` of at least one."""
+    if indices.ndim != 1 or indices.dtype != jnp.int32 or not len(indices):
+        raise ValueError(
+            f"{name} must be int32[N] with N of at least 1, got {indices.dtype}{indices.shape}"
+        )
