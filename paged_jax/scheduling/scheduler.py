@@ -146,12 +146,17 @@ class Scheduler:
     def _grow_decoding(self) -> list[Sequence]:
         """Allocate a slot for each decode, oldest first; returns those preempted for it."""
         preempted: list[Sequence] = []
-        append, running = self.memory.append, SequenceStatus.RUNNING
+        append, block_size = self.memory.append, self.memory.block_size
         for seq in self._decoding:  # a preemption cuts this list at its end
-            while not append(seq.seq_id, len(seq.token_ids)):
+            num_tokens = len(seq.token_ids)
+            if num_tokens <= seq.num_writable_slots:
+                continue
+            while not append(seq.seq_id, num_tokens):
                 preempted += self._preempt((self._prefilling or self._decoding)[-1])
-                if seq.status is not running:
+                if seq.status is not SequenceStatus.RUNNING:
                     break
+            else:
+                seq.num_writable_slots = -(-num_tokens // block_size) * block_size
         return preempted
 
     def _preempt(self, victim: Sequence) -> list[Sequence]:
@@ -165,7 +170,7 @@ class Scheduler:
             self.num_preemptions += 1
             self.num_recomputed_tokens += seq.num_computed_tokens
             request.num_preemptions += 1
-            seq.num_computed_tokens = 0
+            seq.num_computed_tokens = seq.num_writable_slots = 0
             seq.candidates = None
             seq.status = SequenceStatus.WAITING
             self._waiting.appendleft(seq)  # older than all that wait
@@ -257,7 +262,7 @@ class Scheduler:
                 seq.num_computed_tokens = num_tokens = len(token_ids)
                 if not num_tokens % block_size:
                     publish(seq.seq_id, token_ids, num_tokens)
-                if seq.request.beam_search is not None:
+                if seq.is_beam:
                     continue
                 token_ids.append(token)
                 if num_tokens + 1 >= seq.max_num_tokens or token in seq.end_token_ids:
@@ -267,12 +272,13 @@ class Scheduler:
             for chunk, scores in zip(batch.prefills, prompt_logprobs, strict=False):
                 chunk.seq.request.prompt_logprobs += scores
         searching: dict[str, Request] = {}
-        for seq, row in zip(batch.sampled, logprobs, strict=False):
-            if row is not None and seq.status is running:
-                seq.cumulative_logprob += row.sampled
-                if seq.request.beam_search is not None:
-                    seq.candidates = row.top
-                    searching[seq.request.request_id] = seq.request
+        if logprobs.count(None) < len(logprobs):
+            for seq, row in zip(batch.sampled, logprobs, strict=False):
+                if row is not None and seq.status is running:
+                    seq.cumulative_logprob += row.sampled
+                    if seq.is_beam:
+                        seq.candidates = row.top
+                        searching[seq.request.request_id] = seq.request
         finished = [seq for seq in ended if self._end(seq)]
         for request in searching.values():
             finished += self._advance_beams(request)
