@@ -23,6 +23,7 @@ from paged_jax.memory.usage import MemoryUsage
 from paged_jax.scheduling import beams
 from paged_jax.scheduling.batch import PrefillChunk, ScheduledBatch
 from paged_jax.scheduling.fitting import check_fits, pin
+from paged_jax.scheduling.forks import add_forks, start_forks
 from paged_jax.scheduling.logprobs import TokenLogprobs
 from paged_jax.scheduling.prefill_sizes import fit_to_sizes
 from paged_jax.scheduling.request import FinishReason, Request, Sequence, SequenceStatus
@@ -140,7 +141,8 @@ class Scheduler:
                 preempted += self._preempt(self._decoding[-1])
             self._admit(prefills, budget)
         fit_to_sizes(prefills, self._prefill_sizes)
-        self._add_forks(prefills)
+        if prefills:
+            add_forks(prefills, self.memory, self.max_num_seqs - self._num_taken_places)
         return ScheduledBatch(prefills, decodes, preempted, self.memory.pending_copies())
 
     def _grow_decoding(self) -> list[Sequence]:
@@ -219,23 +221,6 @@ class Scheduler:
         """Sequences of equal salts find each other's blocks."""
         return request.params.cache_salt if self._enable_prefix_caching else (request.request_id,)
 
-    def _add_forks(self, prefills: list[PrefillChunk]) -> None:
-        """Let siblings start with a completed prompt, each with a slot and a block to diverge in.
-
-        Those for which there is no room wait and find its blocks in the cache.
-        """
-        room: int | None = None
-        for chunk in prefills:
-            request = chunk.seq.request
-            if len(request.sequences) == 1 or not (chunk.completes and chunk.seq.is_fresh):
-                continue
-            if room is None:
-                room = min(self.max_num_seqs - self._num_taken_places, self.memory.num_free_blocks)
-            waiting = SequenceStatus.WAITING
-            siblings = [s for s in request.sequences if s.status is waiting and s.is_fresh]
-            chunk.forks = siblings[:room]
-            room -= len(chunk.forks)
-
     def update(
         self,
         batch: ScheduledBatch,
@@ -301,14 +286,7 @@ class Scheduler:
             if not chunk.completes:
                 continue
             self._prefilling.remove(seq)
-            started = [seq]
-            for fork in chunk.forks:
-                if fork.status is SequenceStatus.WAITING:
-                    self.memory.fork(seq.seq_id, fork.seq_id)
-                    self._waiting.remove(fork)
-                    fork.status = SequenceStatus.RUNNING
-                    fork.num_computed_tokens = seq.num_computed_tokens
-                    started.append(fork)
+            started = [seq, *start_forks(chunk, self.memory, self._waiting)]
             self._decoding += started
             if seq.request.beam_search is not None:
                 continue
