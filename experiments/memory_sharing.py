@@ -175,6 +175,7 @@ class RealRuns:
                 seed=_SEED.value,
             )
             require_fitting(engine, self._requests[lengths])
+        engine.warm_up()
 
     def facts(self) -> dict[str, Any]:
         return {name: length_facts(requests) for name, requests in self._requests.items()}

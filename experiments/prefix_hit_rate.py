@@ -17,8 +17,7 @@ Expect a minute with --quick (the first 1,000 requests) and ten without on a CPU
 of memory. --out_dir gets results.json, results.csv and prefix_hit_rate.png.
 """
 
-from collections.abc import Iterator, Sequence
-from math import gcd
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import matplotlib.pyplot as plt
@@ -26,10 +25,9 @@ from absl import flags
 from tqdm import tqdm
 
 from experiments import reporting
-from experiments.sharing.hit_rate import replay
+from experiments.sharing.hit_rate import TEXTBOOK_SHARED_TOKENS, replay_trace, textbook_hits
 from experiments.sharing.presets import preset
 from paged_jax.workloads import MooncakeRow, read_mooncake
-from paged_jax.workloads.mooncake import HASH_BLOCK_TOKENS
 
 _QUICK = flags.DEFINE_bool("quick", False, "The beginning of the trace only.")
 _TRACE = flags.DEFINE_string("trace", None, "A Mooncake trace (JSONL).")
@@ -47,8 +45,6 @@ _POOL_TOKENS = flags.DEFINE_list(
 )
 _OUT_DIR = flags.DEFINE_string("out_dir", "out/prefix_hit_rate", "Where the results go.")
 
-TEXTBOOK_SHARED_TOKENS = 15
-TEXTBOOK_PROMPT_TOKENS = 32
 TEXTBOOK_BLOCK_SIZES = (1, 2, 4, 8, 16)
 
 
@@ -64,49 +60,18 @@ class Case(NamedTuple):
     too_long: int  # requests that the pool can never hold
 
 
-def textbook_hits(block_size: int) -> int:
-    """Tokens that the second of two prompts finds, which share their first 15."""
-    count = TEXTBOOK_PROMPT_TOKENS
-    first = list(range(count))
-    second = first[:TEXTBOOK_SHARED_TOKENS] + list(range(count, 2 * count - TEXTBOOK_SHARED_TOKENS))
-    return replay([first, second], 2 * count, block_size).hit_tokens[1]
-
-
-def prompts_of(rows: Sequence[MooncakeRow], unit: int) -> Iterator[list[int]]:
-    """Prompts with one number for each `unit` tokens, which `HASH_BLOCK_TOKENS` is a multiple of.
-
-    Numbers are equal where the trace says that tokens are. A last, partial unit gets a number too.
-    """
-    per_hash = HASH_BLOCK_TOKENS // unit
-    for row in rows:
-        units = [hash_id * per_hash + i for hash_id in row.hash_ids for i in range(per_hash)]
-        yield units[: -(-row.num_prompt_tokens // unit)]
-
-
 def run_case(rows: Sequence[MooncakeRow], block_size: int, pool_tokens: int) -> Case:
-    """Replay the trace.
-
-    Blocks begin, and prompts part, at multiples of `unit` tokens only. So the manager is given one
-    number for each `unit` tokens, and blocks of so many times fewer: it finds the same with less
-    time and memory.
-    """
-    unit = gcd(block_size, HASH_BLOCK_TOKENS)
-    lengths = [row.num_prompt_tokens for row in rows]
-    usable = sum(-(-length // block_size) for length in lengths)
-    num_blocks = min(usable, pool_tokens // block_size) if pool_tokens else usable
     description = f"blocks of {block_size}, {pool_tokens or 'unlimited'} slots"
-    prompts = tqdm(
-        prompts_of(rows, unit), total=len(rows), desc=description, unit="request", leave=False
-    )
-    run = replay(prompts, num_blocks, block_size // unit)
-    hit_tokens = unit * sum(run.hit_tokens)
+    with tqdm(total=len(rows), desc=description, unit="request", leave=False) as bar:
+        run = replay_trace(rows, block_size, pool_tokens or None, on_prompt=bar.update)
+    hit_tokens = sum(run.hit_tokens)
     return Case(
         block_size,
         pool_tokens,
-        hit_tokens=hit_tokens,
-        hit_percent=100 * hit_tokens / sum(lengths),
+        hit_tokens,
+        hit_percent=100 * hit_tokens / sum(row.num_prompt_tokens for row in rows),
         requests_percent=100 * sum(map(bool, run.hit_tokens)) / len(rows),
-        evictions=run.stats.evictions,
+        evictions=run.evictions,
         too_long=run.too_long,
     )
 

@@ -4,6 +4,8 @@
     python -m experiments.serve --workload=azure --trace=conv.csv --arrivals=trace --speedup=10
     python -m experiments.serve --workload=lengths --arrivals=poisson --rate=2 --num_requests=200
     python -m experiments.serve --workload=prompts --prompt="Why is the sky blue?"
+    python -m experiments.serve --n=4 --temperature=0.8
+    python -m experiments.serve --beam_width=4 --enable_prefix_caching=false
 
 The first command answers 32 ShareGPT prompts with SmolLM2-135M-Instruct. It ends in about a minute
 on two CPU cores; the first start compiles for half a minute more. Requests are added when they
@@ -112,6 +114,22 @@ _TEMPERATURE = flags.DEFINE_float("temperature", 0.0, "0 is greedy.")
 _TOP_K = flags.DEFINE_integer("top_k", 0, "Sample from so many tokens; 0: from all.")
 _TOP_P = flags.DEFINE_float("top_p", 1.0, "Sample from the likeliest, of so much probability.")
 _MIN_P = flags.DEFINE_float("min_p", 0.0, "Least probability, relative to the likeliest token.")
+_N = flags.DEFINE_integer("n", 1, "Continuations of each prompt.", lower_bound=1)
+_BEST_OF = flags.DEFINE_integer(
+    "best_of", None, "Sample so many and return the n likeliest, best first; default: n."
+)
+_BEAM_WIDTH = flags.DEFINE_integer(
+    "beam_width", None, "Search for the n likeliest continuations with so many beams."
+)
+_LENGTH_PENALTY = flags.DEFINE_float(
+    "length_penalty", 1.0, "Power of the length that divides a beam's log-probability."
+)
+_EARLY_STOPPING = flags.DEFINE_enum(
+    "early_stopping",
+    "false",
+    ["false", "true", "never"],
+    "When a beam search stops: no better one is likely, enough have ended, or none is possible.",
+)
 _SEED = flags.DEFINE_integer(
     "seed", 0, "Of the draw, the arrivals and the sampling.", lower_bound=0
 )
@@ -132,6 +150,9 @@ _MAX_NUM_BATCHED_TOKENS = flags.DEFINE_integer(
 )
 _MAX_MODEL_LEN = flags.DEFINE_integer(
     "max_model_len", None, "Longest prompt and output together; default: the model's own limit."
+)
+_ENABLE_PREFIX_CACHING = flags.DEFINE_bool(
+    "enable_prefix_caching", True, "Let requests use what others have computed of the same prefix."
 )
 _DTYPE = flags.DEFINE_enum(
     "dtype",
@@ -172,6 +193,13 @@ def main() -> None:
         top_k=_TOP_K.value,
         top_p=_TOP_P.value,
         min_p=_MIN_P.value,
+        n=_N.value,
+        best_of=_BEST_OF.value,
+        beam_width=_BEAM_WIDTH.value,
+        length_penalty=_LENGTH_PENALTY.value,
+        early_stopping="never"
+        if _EARLY_STOPPING.value == "never"
+        else _EARLY_STOPPING.value == "true",
     )
     lengths = parse_lengths(_LENGTHS.value)
     engine = Engine(
@@ -181,6 +209,7 @@ def main() -> None:
         max_num_seqs=_MAX_NUM_SEQS.value,
         max_num_batched_tokens=_MAX_NUM_BATCHED_TOKENS.value,
         max_model_len=_MAX_MODEL_LEN.value,
+        enable_prefix_caching=_ENABLE_PREFIX_CACHING.value,
         dtype=_DTYPE.value,
         attention=_ATTENTION.value,
         prefill_attention=_PREFILL_ATTENTION.value,
@@ -190,7 +219,7 @@ def main() -> None:
     )
     try:
         requests, notes = workload(engine, lengths)
-        require_fitting(engine, requests)
+        require_fitting(engine, requests, params)
         for note in notes:
             print(note)
         if _WARM_UP.value == "before":

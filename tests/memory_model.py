@@ -224,10 +224,11 @@ class Model:
 
     def copy_blocks(self) -> None:
         copies = self.manager.take_copies()
+        assert not {source for source, _ in copies} & {target for _, target in copies}
         assert len(copies) == len(self.copies)
         assert {target: source for source, target in copies} == self.copies
         assert self.manager.take_copies() == []
-        sources = [self.device[source] for source, _ in copies]  # all are read before any write
+        sources = [self.device[source] for source, _ in copies]
         self.device |= {block: [None] * self.block_size for block in self.fresh}
         self.device |= {t: list(slots) for (_, t), slots in zip(copies, sources, strict=True)}
         self.copies, self.fresh = {}, set()

@@ -82,6 +82,28 @@ def test_nothing_compiles_after_warm_up(warm_engine):
     assert warm_engine.core.scheduler.num_preemptions > 0
 
 
+def test_sharing_compiles_nothing_after_warm_up(warm_engine):
+    """Hits, forks, copies, beams, pinned prefixes, and the log-probabilities of a prompt."""
+    before = warm_engine.sharing_stats
+    groups = [
+        SamplingParams(n=3, seed=1),
+        SamplingParams(n=2, best_of=5, seed=2, repetition_penalty=1.1),
+        SamplingParams(beam_width=3, n=2),
+        SamplingParams(prompt_logprobs=4, n=2, logprobs=2),
+        SamplingParams(temperature=0, prompt_logprobs=0),
+    ]
+    with count_compilations() as count:
+        warm_engine.pin_prefix(PROMPT)
+        for params in groups:
+            warm_engine.generate([PROMPT, PROMPT * 2], params, progress=False)
+        warm_engine.generate([PROMPT * 4] * len(groups), groups, progress=False)
+        warm_engine.unpin_prefix(PROMPT)
+    assert count.programs == 0
+    stats = warm_engine.sharing_stats
+    for name in ("hit_tokens", "forks", "copies", "evictions"):
+        assert getattr(stats, name) > getattr(before, name), name
+
+
 def test_every_batch_size_and_prompt_length_is_warm(warm_engine):
     with count_compilations() as count:
         for length in range(1, 30):

@@ -133,17 +133,43 @@ def test_a_target_occurs_once_however_often_its_block_changes_hands():
     assert manager.take_copies() == [(partial, target)]
 
 
-def test_a_source_freed_and_taken_as_a_target_is_still_read_before_it_is_written():
+def test_a_source_that_all_others_let_go_of_is_written_in_place():
     manager = BlockManager(num_blocks=4, block_size=4)
     a = admit(manager, 0, 2)[0]
     b = admit(manager, 1, 2)[0]
     manager.fork(0, 2)
     manager.append(2, 3)  # a -> c
-    c = manager.block_table(2)[0]
+    table = manager.block_table(2)
+    c = table[0]
     manager.free(0)
+    assert table == [a]
+    assert manager.pending_copies() == []
+    manager.check_invariants()
     manager.fork(1, 3)
-    manager.append(3, 3)  # b -> a, which nobody holds any more
-    assert manager.take_copies() == [(a, c), (b, a)]
+    manager.append(3, 3)
+    assert manager.take_copies() == [(b, c)]
+
+
+def test_of_several_copies_of_one_block_the_last_holder_s_absence_saves_one():
+    """Forks of a copy that is still to be made go back with it."""
+    manager = BlockManager(num_blocks=9, block_size=4)
+    a = admit(manager, 0, 6)[1]
+    for child in (1, 2):
+        manager.fork(0, child)
+        manager.append(child, 7)
+    manager.fork(1, 3)
+    other = manager.block_table(2)[1]
+    num_free = manager.num_free_blocks
+    manager.free(0)
+    assert [manager.block_table(seq_id)[1] for seq_id in (1, 2, 3)] == [a, other, a]
+    assert manager.num_free_blocks == num_free + 1
+    assert manager.pending_copies() == [(a, other)]
+    manager.check_invariants()
+    manager.free(1)
+    manager.free(3)
+    assert manager.block_table(2)[1] == a
+    assert manager.take_copies() == []
+    manager.check_invariants()
 
 
 def test_reordered_beams_copy_once_for_each_surviving_divergence():

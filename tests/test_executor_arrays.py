@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from scheduling_fakes import FakeExecutor, make_request, make_scheduler
+from scheduling_fakes import FakeExecutor, make_request, make_scheduler, never_ends, run_step
 
 from paged_jax.executor.buckets import (
     MIN_PREFILL_TOKENS,
@@ -108,6 +108,36 @@ def test_decode_rows_mirror_any_run_of_joins_ends_preemptions_and_aborts(seed):
     assert scheduler.memory.stats.copies > 0
     if len(names) > 3 and scheduler.memory.num_total_blocks == 16:
         assert scheduler.num_preemptions > 0
+
+
+def test_decode_rows_follow_blocks_that_copies_replace_and_needless_ones_put_back():
+    scheduler = make_scheduler(block_size=BLOCK_SIZE, max_num_seqs=MAX_SEQS, max_model_len=MAX_LEN)
+    memory, executor = scheduler.memory, FakeExecutor(scheduler.memory, never_ends)
+    rows = DecodeRows(memory, max_num_seqs=MAX_SEQS, max_model_len=MAX_LEN)
+    request = make_request("a", 6, n=3, max_tokens=20)
+    scheduler.add(request)
+    run_step(scheduler, executor)
+    first, second, third = request.sequences
+    shared = memory.block_table(first.seq_id)[1]
+
+    def update(batch) -> list[int]:
+        """The second block of each row."""
+        arrays = rows.update(batch.decodes, tables_changed=bool(batch.copies))
+        assert_decode_arrays_are_fresh(arrays, batch.decodes, memory)
+        return arrays[2][: len(batch.decodes), 1].tolist()
+
+    batch = scheduler.schedule()  # and this step fails before it copies anything
+    one, two = (target for _, target in batch.copies)
+    assert update(batch) == [one, two, shared]
+    scheduler.finish(third, "abort")
+    batch = scheduler.schedule()
+    assert batch.copies == [(shared, two)]
+    assert update(batch) == [shared, two]
+    # The last copy is needless: the step that failed once more is without any.
+    scheduler.finish(first, "abort")
+    batch = scheduler.schedule()
+    assert batch.copies == []
+    assert update(batch) == [shared]
 
 
 @settings(max_examples=100, deadline=None)

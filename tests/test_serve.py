@@ -58,6 +58,29 @@ def served(tmp_path_factory):
     return out_dir, result.stdout
 
 
+def test_beams_are_served_without_the_prefix_cache(tmp_path):
+    result = run_serve(
+        tmp_path,
+        "--workload=prompts",
+        "--prompt=What is a class?",
+        "--prompt=What is a function?",
+        "--max_tokens=10",
+        "--max_model_len=96",
+        "--num_blocks=6",
+        "--beam_width=2",
+        "--n=2",
+        "--early_stopping=true",
+        "--enable_prefix_caching=false",
+    )
+    assert result.returncode == 0, result.stderr
+    results = json.loads((tmp_path / "results.json").read_text())
+    assert results["prefix_hit_rate"] == 0
+    assert results["sharing"]["forks"] >= 2
+    for row in read_lines(tmp_path / "requests.jsonl"):
+        assert len(row["others"]) == 1
+        assert row["num_cached_tokens"] == 0
+
+
 def read_lines(path: Path) -> list[dict]:
     return [json.loads(line) for line in path.read_text().splitlines()]
 
@@ -68,6 +91,8 @@ def test_results_hold_every_figure(served):
     for name in ("output_tokens", "output_tokens_per_s", "wall_s", "mean_batch_size"):
         assert results[name] > 0
     assert results["preemptions"] > 0
+    assert 0 <= results["prefix_hit_rate"] < 1
+    assert results["sharing"]["evictions"] > 0
     assert results["compilations_after_warmup"] == 0
     assert 0 < results["host_fraction"] < 1
     assert set(results["kv_usage"]) == {"token_states", "reserved", "internal", "external", "free"}
@@ -127,6 +152,11 @@ def test_help_opens_with_what_it_does(tmp_path):
         (["--workload=azure", "--trace=TRACE"], "TRACE, line 3: ContextTokens .*'many'"),
         (["--workload=chess"], "flag --workload=chess: value should be one of"),
         (["--temperature=nan"], "temperature must be finite, got nan"),
+        (["--beam_width=3", "--n=4"], "n 4 is greater than beam_width 3"),
+        (
+            ["--workload=prompts", "--prompt=Why?", "--beam_width=3"],
+            "beam_width 3 is more than max_num_seqs 2, and beams run together",
+        ),
         (["--workload=lengths", "--lengths=9,x"], "--lengths=9,x: two numbers expected"),
     ],
 )
@@ -174,6 +204,30 @@ def test_the_pool_must_hold_each_request_alone(engine):
     require_fitting(engine, [WorkloadRequest((1,), slots)])  # the last token takes no slot
     with pytest.raises(ValueError, match=r"too small for 1 of 2 requests: .* need 65 blocks of 16"):
         require_fitting(engine, [WorkloadRequest((1,), slots), WorkloadRequest((1, 2), slots)])
+
+
+def test_the_pool_must_hold_all_beams_of_a_request(engine):
+    """Prompts of two full blocks, which the beams share; 64 in all."""
+    beams = SamplingParams(beam_width=4)
+    request = WorkloadRequest((1,) * 32, 15 * 16)
+    require_fitting(engine, [request], beams)
+    message = r"too small for 1 of 1 requests: .* need 66 blocks of 16 slots, .* with max_tokens$"
+    with pytest.raises(ValueError, match=message):
+        require_fitting(engine, [replace(request, max_tokens=15 * 16 + 2)], beams)
+    require_fitting(engine, [replace(request, max_tokens=15 * 16 + 2)])
+
+
+def test_a_row_holds_every_continuation_best_first(engine):
+    requests = [WorkloadRequest(tuple(b"A function is"), 6), WorkloadRequest((1, 2), 5)]
+    run = serve(engine, requests, SamplingParams(n=2, best_of=3, seed=1))
+    for row, served in zip(request_rows(run), run.served, strict=True):
+        best, second = served.output.outputs
+        assert (row["text"], row["token_ids"]) == (best.text, best.token_ids)
+        assert [other["token_ids"] for other in row["others"]] == [second.token_ids]
+        assert row["num_output_tokens"] == len(best.token_ids) + len(second.token_ids)
+        assert row["first_token_s"] < row["last_token_s"]
+    figures = latencies([served.output for served in run.served])
+    assert figures["ttft_s"]["mean"] > 0
 
 
 def finished(arrival_s: float, token_times_s: list[float]) -> RequestOutput:

@@ -10,8 +10,12 @@ from paged_jax.compilation import count_compilations
 from paged_jax.engine import Engine
 from paged_jax.engine_core import IterationStats
 from paged_jax.outputs import RequestOutput
+from paged_jax.scheduling.fitting import num_slots_needed
+from paged_jax.scheduling.request import Request
 from paged_jax.scheduling.sampling_params import SamplingParams
 from paged_jax.workloads import WorkloadRequest
+
+_ONE_SAMPLE = SamplingParams()
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,18 +41,30 @@ class ServedRun:
     num_compilations: int
 
 
-def require_fitting(engine: Engine, requests: Sequence[WorkloadRequest]) -> None:
-    """ValueError if the pool can never hold one of the requests, even alone."""
+def require_fitting(
+    engine: Engine, requests: Sequence[WorkloadRequest], params: SamplingParams = _ONE_SAMPLE
+) -> None:
+    """ValueError if the engine can never hold one of the requests, even alone."""
+    beam_width = params.beam_width or 1
+    if beam_width > engine.max_num_seqs:
+        raise ValueError(
+            f"beam_width {beam_width} is more than max_num_seqs {engine.max_num_seqs}, and beams "
+            "run together"
+        )
     memory = engine.core.scheduler.memory
-    # The last token is never fed back, so it takes no slot.
-    slots = [request.num_prompt_tokens + request.max_tokens - 1 for request in requests]
+    block_size, num_blocks = memory.block_size, memory.num_total_blocks
+    slots = [
+        num_slots_needed(
+            Request("", request.prompt_token_ids, _params(request, params), 0.0, 0), block_size
+        )
+        for request in requests
+    ]
     if unfit := [count for count in slots if not memory.can_ever_hold(count)]:
-        block_size, num_blocks = memory.block_size, memory.num_total_blocks
+        limit = f"max_model_len={num_blocks * block_size + 1}" if beam_width == 1 else "max_tokens"
         raise ValueError(
             f"the pool is too small for {len(unfit)} of {len(requests)} requests: the longest can "
             f"need {-(-max(unfit) // block_size)} blocks of {block_size} slots, the pool has "
-            f"{num_blocks}; give it more blocks, or leave longer requests out with "
-            f"max_model_len={num_blocks * block_size + 1}"
+            f"{num_blocks}; give it more blocks, or leave longer requests out with {limit}"
         )
 
 
@@ -108,6 +124,10 @@ def _add(
     engine.add_request(
         request_id,
         request.prompt_token_ids,
-        replace(params, max_tokens=request.max_tokens, ignore_eos=request.ignore_eos),
+        _params(request, params),
         arrival_time=start_s + request.arrival_s,
     )
+
+
+def _params(request: WorkloadRequest, params: SamplingParams) -> SamplingParams:
+    return replace(params, max_tokens=request.max_tokens, ignore_eos=request.ignore_eos)

@@ -12,7 +12,7 @@ from experiments import reporting
 from experiments.serving.driver import ServedRun
 from paged_jax.engine import Engine
 from paged_jax.engine_core import IterationStats
-from paged_jax.outputs import RequestOutput
+from paged_jax.outputs import CompletionOutput, RequestOutput
 
 
 def run_figures(run: ServedRun, engine: Engine, started_s: float) -> dict[str, Any]:
@@ -28,8 +28,10 @@ def run_figures(run: ServedRun, engine: Engine, started_s: float) -> dict[str, A
     warm_up_wait_s = executor.warm_up.waited_s if executor.warm_up else 0.0
     step_s = run.step_s - warm_up_wait_s
     first_completion_s = min(
-        (times[-1] for output in outputs for times in output.metrics.token_times_s), default=None
+        (times[-1] for output in outputs for times in output.metrics.token_times_s if times),
+        default=None,
     )
+    sharing = engine.sharing_stats
     return {
         "requests": len(run.served),
         "refused": len(run.served) - len(outputs),
@@ -49,6 +51,8 @@ def run_figures(run: ServedRun, engine: Engine, started_s: float) -> dict[str, A
         **mean_batch_sizes(run.steps),
         "preemptions": sum(step.num_preempted for step in run.steps),
         "recomputed_tokens": engine.core.scheduler.num_recomputed_tokens,
+        "prefix_hit_rate": sharing.hit_rate,
+        "sharing": sharing,
         "prefill_padding": _ratio(executor.num_padded_tokens, executor.num_prefill_tokens),
         "kv_usage": kv_usage(run.steps),
         "compilations_after_warmup": run.num_compilations,
@@ -76,7 +80,7 @@ def latencies(outputs: list[RequestOutput]) -> dict[str, Any]:
     ttft, tpot, gaps, normalised = [], [], [], []
     for output in outputs:
         arrival = output.metrics.arrival_s
-        for times in output.metrics.token_times_s:
+        for times in filter(None, output.metrics.token_times_s):
             ttft.append(times[0] - arrival)
             normalised.append((times[-1] - arrival) / len(times))
             gaps += [after - before for before, after in pairwise(times)]
@@ -132,19 +136,23 @@ def request_rows(run: ServedRun) -> Iterator[dict[str, Any]]:
             "prompt": request.prompt,
         }
         if output is not None:
-            metrics, [completion] = output.metrics, output.outputs
-            [token_times_s] = metrics.token_times_s
+            metrics, completions = output.metrics, output.outputs
             row |= {
-                "num_output_tokens": len(completion.token_ids),
-                "finish_reason": completion.finish_reason,
+                "num_output_tokens": sum(len(out.token_ids) for out in completions),
+                "num_cached_tokens": output.num_cached_tokens,
                 "num_preemptions": metrics.num_preemptions,
                 "first_scheduled_s": _since(run.start_s, metrics.first_scheduled_s),
-                "first_token_s": token_times_s[0] - run.start_s,
-                "last_token_s": token_times_s[-1] - run.start_s,
-                "text": completion.text,
-                "token_ids": completion.token_ids,
+                "first_token_s": _since(run.start_s, metrics.first_token_s),
+                "last_token_s": _since(run.start_s, metrics.last_token_s),
+                **_completion(completions[0]),
             }
+            if len(completions) > 1:
+                row["others"] = [_completion(out) for out in completions[1:]]
         yield row
+
+
+def _completion(out: CompletionOutput) -> dict[str, Any]:
+    return {"finish_reason": out.finish_reason, "text": out.text, "token_ids": out.token_ids}
 
 
 def step_rows(run: ServedRun) -> Iterator[IterationStats]:

@@ -38,6 +38,8 @@ def tables(figures: dict[str, Any]) -> list[Table]:
                 ("mean batch size, of iterations", figures["mean_batch_size"]),
                 ("mean batch size, over time", figures["mean_batch_size_over_time"]),
                 ("preemptions", figures["preemptions"]),
+                ("found in the prefix cache (%)", _percent(figures["prefix_hit_rate"])),
+                ("blocks copied on write", figures["sharing"].copies),
                 ("host share of the step (%)", _percent(figures["host_fraction"])),
                 ("host work per iteration (ms)", _times(1e3, figures["host_s_per_iteration"])),
                 ("padding in prefill (% of tokens)", _percent(figures["prefill_padding"])),
@@ -92,10 +94,10 @@ def print_completions(run: ServedRun, count: int) -> None:
         if served.output is None:
             print(f"  refused: {served.refusal}\n")
             continue
-        [completion] = served.output.outputs
-        num_tokens, reason = len(completion.token_ids), completion.finish_reason
-        print(textwrap.indent(textwrap.fill(_shortened(completion.text), 98), "  "))
-        print(f"  ({num_tokens} tokens, {reason})\n")
+        for completion in served.output.outputs:
+            num_tokens, reason = len(completion.token_ids), completion.finish_reason
+            print(textwrap.indent(textwrap.fill(_shortened(completion.text), 98), "  "))
+            print(f"  ({num_tokens} tokens, {reason})\n")
 
 
 def _shortened(text: str) -> str:

@@ -40,6 +40,7 @@ class DecodeRows:
             (self._num_blocks, 0),
             (self._params, sampling_rows([], 1)),
         )
+        self._had_copies = False  # when last updated
         self._sampling: SamplingBatch | None = None
         self._histories: list[int] = []  # rows whose history is kept
         self._history = np.zeros((max_num_seqs, max_model_len), np.int32)  # i32[B, max_model_len]
@@ -59,8 +60,10 @@ class DecodeRows:
         if seqs != self._seqs:
             self._move_rows(seqs)
             self._set_sampling(bucket)
-        if tables_changed:
+        # Copies that were not made, because the step failed, may since have become needless.
+        if tables_changed or self._had_copies:
             self._refresh_last_blocks()
+        self._had_copies = tables_changed
         tokens = np.zeros(bucket, np.int32)
         context_lens = np.zeros(bucket, np.int32)
         tokens[:n] = [seq.token_ids[-1] for seq in seqs]

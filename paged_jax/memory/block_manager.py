@@ -129,6 +129,21 @@ class BlockManager:
         self._copies[block] = self._copies.get(shared, shared)
         return True
 
+    def _undo_copy(self, source: int) -> int:
+        """Put the last reference to a pending copy's source in place of its target.
+
+        Nobody else holds the source any more, so who was to write a copy can write the block
+        itself. So all sources are in use, and no source is taken as another copy's target.
+        Returns the target, with that last reference.
+        """
+        target = next(t for t, s in self._copies.items() if s == source)
+        del self._copies[target]
+        for table in self._tables.values():
+            if target in table:
+                table[table.index(target)] = source
+        self._pool.exchange(source, target)
+        return target
+
     def fork(self, parent_id: int, child_id: int) -> None:
         if child_id in self._tables:
             raise ValueError(f"sequence {child_id} has a block table already")
@@ -221,7 +236,10 @@ class BlockManager:
         for block in reversed(blocks):
             keep = False
             if ref_counts[block] == 1:
-                self._copies.pop(block, None)
+                if self._copies:
+                    self._copies.pop(block, None)
+                    if block in self._copies.values():
+                        block = self._undo_copy(block)
                 keep = self._cache.let_go(block)
                 if keep and not self._keeps_prefixes:
                     self._cache.forget(block)
@@ -284,5 +302,7 @@ class BlockManager:
         for seq_id, holding in self._holdings.items():
             published = self._tables[seq_id][: holding.num_published]
             self._cache.check_chain(holding.last_node, holding.salt, published)
-        assert all(self._ref_counts[target] for target in self._copies), "copy to an unused block"
+        copied = {*self._copies, *self._copies.values()}
+        assert all(self._ref_counts[block] for block in copied), "a copy of or to an unused block"
+        assert self._copies.keys().isdisjoint(self._copies.values()), "a copy of a copy's target"
         self._cache.check_invariants(self._ref_counts, self._pool.cached)

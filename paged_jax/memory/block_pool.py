@@ -92,6 +92,11 @@ class BlockPool:
             else:
                 self._free.append(block)
 
+    def exchange(self, block: int, other: int) -> None:
+        """Let two blocks in use change places: each has the references that the other had."""
+        counts = self.ref_counts
+        counts[block], counts[other] = counts[other], counts[block]
+
     def evict(self) -> int:
         """Free the least recently used of the cached blocks; KeyError if there is none."""
         block, _ = self._cached.popitem(last=False)

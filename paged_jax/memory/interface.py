@@ -86,8 +86,7 @@ class MemoryManager(Protocol):
     def pending_copies(self) -> list[tuple[int, int]]:
         """Blocks to copy, as (source, target), before anything else is written to the cache.
 
-        All copies happen at once: every source is read before any target is written. A target
-        occurs once.
+        They may be made in any order: no block is both source and target, and none is target twice.
         """
 
     def take_copies(self) -> list[tuple[int, int]]:
@@ -127,8 +126,9 @@ class MemoryManager(Protocol):
         """The sequence's physical blocks in order of position.
 
         This is the live list, not a copy: callers only read it. Until the sequence is freed it
-        grows at its end, and `append` may replace the block of the slot that it makes writable;
-        every other entry stays as it is.
+        grows at its end, and `append` may replace the block of the slot that it makes writable. As
+        long as the copy to it is pending, the block copied from takes its place again if all others
+        let go of it. Every other entry stays as it is.
         """
 
     def usage(self, num_computed_tokens: Mapping[int, int]) -> MemoryUsage:

@@ -29,8 +29,8 @@ class PrefillChunk:
 class ScheduledBatch:
     """One iteration.
 
-    First of all blocks are copied, every source read before any target is written, and the memory
-    manager is told by `take_copies`. A decode computes `seq.token_ids[-1]` at position
+    First of all blocks are copied, and the memory manager is told by `take_copies`. A decode
+    computes `seq.token_ids[-1]` at position
     `seq.num_tokens - 1`, whose slot is allocated. The executor answers with a token for each of
     `sampled`, in order.
     """

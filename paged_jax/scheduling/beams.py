@@ -24,6 +24,7 @@ def advance(request: Request, memory: MemoryManager) -> list[Sequence]:
         if parent in going_on:
             seq = seq.branch()
             memory.fork(old[parent].seq_id, seq.seq_id)
+            old[parent].num_writable_slots = 0
         going_on.add(parent)
         beams.append(seq)
     for index, seq in enumerate(old):

@@ -34,10 +34,12 @@ class Sequence:
         "end_token_ids",  # frozenset of those that end it; the scheduler adds EOS
         "finish_reason",  # FinishReason | None
         "index",  # which of the request's sequences
+        "is_beam",
         "max_num_tokens",  # length at which it ends, prompt included
         "min_num_tokens",  # length below which no token ends it, prompt included
         "num_computed_tokens",  # tokens whose keys and values are in the cache
         "num_prompt_tokens",
+        "num_writable_slots",  # leading slots that it decodes into without asking; 0: unknown
         "request",
         "sampling_seed",  # uint32: its own random stream
         "seq_id",  # unique in the process
@@ -55,7 +57,8 @@ class Sequence:
         self.num_prompt_tokens = len(self.token_ids)
         self.max_num_tokens = self.num_prompt_tokens + params.max_tokens
         self.min_num_tokens = self.num_prompt_tokens + params.min_tokens
-        self.num_computed_tokens = 0
+        self.num_computed_tokens = self.num_writable_slots = 0
+        self.is_beam = params.beam_width is not None
         self.cumulative_logprob = 0.0
         self.candidates: tuple[tuple[int, float], ...] | None = None  # (token, log-probability)
         self.status = SequenceStatus.WAITING

@@ -23,6 +23,7 @@ from paged_jax.memory.usage import MemoryUsage
 from paged_jax.scheduling import beams
 from paged_jax.scheduling.batch import PrefillChunk, ScheduledBatch
 from paged_jax.scheduling.fitting import check_fits, pin
+from paged_jax.scheduling.forks import add_forks, start_forks
 from paged_jax.scheduling.logprobs import TokenLogprobs
 from paged_jax.scheduling.prefill_sizes import fit_to_sizes
 from paged_jax.scheduling.request import FinishReason, Request, Sequence, SequenceStatus
@@ -140,18 +141,24 @@ class Scheduler:
                 preempted += self._preempt(self._decoding[-1])
             self._admit(prefills, budget)
         fit_to_sizes(prefills, self._prefill_sizes)
-        self._add_forks(prefills)
+        if prefills:
+            add_forks(prefills, self.memory, self.max_num_seqs - self._num_taken_places)
         return ScheduledBatch(prefills, decodes, preempted, self.memory.pending_copies())
 
     def _grow_decoding(self) -> list[Sequence]:
         """Allocate a slot for each decode, oldest first; returns those preempted for it."""
         preempted: list[Sequence] = []
-        append, running = self.memory.append, SequenceStatus.RUNNING
+        append, block_size = self.memory.append, self.memory.block_size
         for seq in self._decoding:  # a preemption cuts this list at its end
-            while not append(seq.seq_id, len(seq.token_ids)):
+            num_tokens = len(seq.token_ids)
+            if num_tokens <= seq.num_writable_slots:
+                continue
+            while not append(seq.seq_id, num_tokens):
                 preempted += self._preempt((self._prefilling or self._decoding)[-1])
-                if seq.status is not running:
+                if seq.status is not SequenceStatus.RUNNING:
                     break
+            else:
+                seq.num_writable_slots = -(-num_tokens // block_size) * block_size
         return preempted
 
     def _preempt(self, victim: Sequence) -> list[Sequence]:
@@ -165,7 +172,7 @@ class Scheduler:
             self.num_preemptions += 1
             self.num_recomputed_tokens += seq.num_computed_tokens
             request.num_preemptions += 1
-            seq.num_computed_tokens = 0
+            seq.num_computed_tokens = seq.num_writable_slots = 0
             seq.candidates = None
             seq.status = SequenceStatus.WAITING
             self._waiting.appendleft(seq)  # older than all that wait
@@ -214,23 +221,6 @@ class Scheduler:
         """Sequences of equal salts find each other's blocks."""
         return request.params.cache_salt if self._enable_prefix_caching else (request.request_id,)
 
-    def _add_forks(self, prefills: list[PrefillChunk]) -> None:
-        """Let siblings start with a completed prompt, each with a slot and a block to diverge in.
-
-        Those for which there is no room wait and find its blocks in the cache.
-        """
-        room: int | None = None
-        for chunk in prefills:
-            request = chunk.seq.request
-            if len(request.sequences) == 1 or not (chunk.completes and chunk.seq.is_fresh):
-                continue
-            if room is None:
-                room = min(self.max_num_seqs - self._num_taken_places, self.memory.num_free_blocks)
-            waiting = SequenceStatus.WAITING
-            siblings = [s for s in request.sequences if s.status is waiting and s.is_fresh]
-            chunk.forks = siblings[:room]
-            room -= len(chunk.forks)
-
     def update(
         self,
         batch: ScheduledBatch,
@@ -257,7 +247,7 @@ class Scheduler:
                 seq.num_computed_tokens = num_tokens = len(token_ids)
                 if not num_tokens % block_size:
                     publish(seq.seq_id, token_ids, num_tokens)
-                if seq.request.beam_search is not None:
+                if seq.is_beam:
                     continue
                 token_ids.append(token)
                 if num_tokens + 1 >= seq.max_num_tokens or token in seq.end_token_ids:
@@ -267,12 +257,13 @@ class Scheduler:
             for chunk, scores in zip(batch.prefills, prompt_logprobs, strict=False):
                 chunk.seq.request.prompt_logprobs += scores
         searching: dict[str, Request] = {}
-        for seq, row in zip(batch.sampled, logprobs, strict=False):
-            if row is not None and seq.status is running:
-                seq.cumulative_logprob += row.sampled
-                if seq.request.beam_search is not None:
-                    seq.candidates = row.top
-                    searching[seq.request.request_id] = seq.request
+        if logprobs.count(None) < len(logprobs):
+            for seq, row in zip(batch.sampled, logprobs, strict=False):
+                if row is not None and seq.status is running:
+                    seq.cumulative_logprob += row.sampled
+                    if seq.is_beam:
+                        seq.candidates = row.top
+                        searching[seq.request.request_id] = seq.request
         finished = [seq for seq in ended if self._end(seq)]
         for request in searching.values():
             finished += self._advance_beams(request)
@@ -295,14 +286,7 @@ class Scheduler:
             if not chunk.completes:
                 continue
             self._prefilling.remove(seq)
-            started = [seq]
-            for fork in chunk.forks:
-                if fork.status is SequenceStatus.WAITING:
-                    self.memory.fork(seq.seq_id, fork.seq_id)
-                    self._waiting.remove(fork)
-                    fork.status = SequenceStatus.RUNNING
-                    fork.num_computed_tokens = seq.num_computed_tokens
-                    started.append(fork)
+            started = [seq, *start_forks(chunk, self.memory, self._waiting)]
             self._decoding += started
             if seq.request.beam_search is not None:
                 continue

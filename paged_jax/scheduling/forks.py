@@ -1,0 +1,37 @@
+"""Siblings: sequences of one request that start from the prompt which one of them computes."""
+
+from collections import deque
+
+from paged_jax.memory.interface import MemoryManager
+from paged_jax.scheduling.batch import PrefillChunk
+from paged_jax.scheduling.request import Sequence, SequenceStatus
+
+
+def add_forks(prefills: list[PrefillChunk], memory: MemoryManager, num_places: int) -> None:
+    """Let siblings start with a prompt that is completed, each with a block to diverge in.
+
+    At most `num_places` of them; those for which there is no room wait and find its blocks in the
+    cache.
+    """
+    room = min(num_places, memory.num_free_blocks)
+    for chunk in prefills:
+        sequences = chunk.seq.request.sequences
+        if len(sequences) > 1 and chunk.completes and chunk.seq.is_fresh:
+            waiting = SequenceStatus.WAITING
+            siblings = [seq for seq in sequences if seq.status is waiting and seq.is_fresh]
+            chunk.forks = siblings[:room]
+            room -= len(chunk.forks)
+
+
+def start_forks(
+    chunk: PrefillChunk, memory: MemoryManager, waiting: deque[Sequence]
+) -> list[Sequence]:
+    """Share the computed prompt with those of the chunk's forks that wait still; returns them."""
+    seq = chunk.seq
+    started = [fork for fork in chunk.forks if fork.status is SequenceStatus.WAITING]
+    for fork in started:
+        memory.fork(seq.seq_id, fork.seq_id)
+        waiting.remove(fork)
+        fork.status = SequenceStatus.RUNNING
+        fork.num_computed_tokens = seq.num_computed_tokens
+    return started
