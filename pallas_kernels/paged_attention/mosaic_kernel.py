@@ -27,7 +27,7 @@ from pallas_kernels.targets import TARGETS, Target
 MakeSource = Callable[..., Source]
 
 MAX_GRID = 65535  # programs along the axes y and z of a grid
-# A copy by cp.async: 16 bytes for each thread, two for each of eight rows of a warp.
+# A copy by cp.async: 128 threads with 16 bytes each, in two rounds.
 CP_ASYNC_ELEMENTS = 2048
 # For each column: with these, all columns are reduced across warps at once.
 REDUCTION_BYTES = 128
@@ -197,7 +197,7 @@ class Program:
         pipeline = (
             TmaPipeline(stages, barriers, self.first_tile, self.count)
             if kernel.use_tma
-            else CpAsyncPipeline(stages, self.first_tile, self.count)
+            else CpAsyncPipeline(stages, self.first_tile, self.count, kernel.options.interpret)
         )
         own_q = q.at[self.row, self.part, self.query_tile]
         products.fetch_queries(own_q, smem)

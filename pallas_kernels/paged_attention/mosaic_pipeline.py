@@ -97,6 +97,14 @@ class TmaPipeline:
         """Nothing is in flight once the last tile has been waited for."""
 
 
+def start_cp_async(source: Ref, target: Ref, *, interpret: bool) -> None:
+    """Start a copy by cp.async; the interpreter, which has none, copies at once."""
+    if interpret:
+        target[...] = source[...]
+    else:
+        plgpu.copy_gmem_to_smem(source, target, oob_mode=plgpu.OOBFillMode.PROMISE_IN_BOUNDS)
+
+
 @dataclass(frozen=True)
 class CpAsyncPipeline:
     """Copies by threads (sm_80 to sm_89), awaited in the order in which they started."""
@@ -104,16 +112,15 @@ class CpAsyncPipeline:
     stages: Stages
     first_tile: Array
     count: Array
+    interpret: bool
 
     def _start(self, i: Array, entries: Entries) -> None:
-        self.stages.copy(
-            i,
-            self.first_tile,
-            entries,
-            lambda source, target: plgpu.copy_gmem_to_smem(
-                source, target, oob_mode=plgpu.OOBFillMode.PROMISE_IN_BOUNDS
-            ),
-        )
+        copy = functools.partial(start_cp_async, interpret=self.interpret)
+        self.stages.copy(i, self.first_tile, entries, copy)
+
+    def _wait(self, still_in_flight: int) -> None:
+        if not self.interpret:
+            plgpu.wait_gmem_to_smem(still_in_flight)
 
     def fill(self) -> Entries:
         """Start the first tiles; the entries that `wait` takes first."""
@@ -132,11 +139,11 @@ class CpAsyncPipeline:
         @pl.when(more)
         def _() -> None:
             self._start(next_tile, entries)
-            plgpu.wait_gmem_to_smem(2 * self.stages.tiles.copies * ahead)
+            self._wait(2 * self.stages.tiles.copies * ahead)
 
         @pl.when(jnp.logical_not(more))
         def _() -> None:
-            plgpu.wait_gmem_to_smem(0)
+            self._wait(0)
 
         return self.stages.source.entries(self.first_tile + next_tile + 1)
 
@@ -145,4 +152,4 @@ class CpAsyncPipeline:
         return entries
 
     def drain(self) -> None:
-        plgpu.wait_gmem_to_smem(0)
+        self._wait(0)
