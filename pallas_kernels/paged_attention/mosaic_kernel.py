@@ -206,16 +206,16 @@ class Program:
         queries = products.queries(own_q, smem)
 
         def step(i: Array, carry: Any) -> Any:
-            state, entries = carry
-            entries = pipeline.wait(i, entries)
-            slot = stages.slot(i)
+            state, slot, entries = carry
+            entries = pipeline.wait(i, slot, entries)
             first_token = (self.first_tile + i) * kernel.tiles.tokens
             state = compute.step(
                 state, queries, k_smem.at[slot], v_smem.at[slot], smem, first_token
             )
-            return state, pipeline.advance(i, entries)
+            return state, stages.next_slot(slot), pipeline.advance(i, slot, entries)
 
-        state, _ = lax.fori_loop(0, self.count, step, (compute.start(), entries))
+        start = compute.start(), jnp.int32(0), entries
+        state, *_ = lax.fori_loop(0, self.count, step, start)
         pipeline.drain()
         out, top, lse = compute.finish(*state)
         out_ref, top_ref, lse_ref = (
