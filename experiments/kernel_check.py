@@ -49,7 +49,9 @@ _INTERPRET = flags.DEFINE_boolean(
 )
 _SEED = flags.DEFINE_integer("seed", None, "Of the inputs; by default a new one.", lower_bound=0)
 _TIMEOUT_S = flags.DEFINE_float("timeout_s", 60, "Of one case, in seconds.", lower_bound=0.1)
-_WORKERS = flags.DEFINE_integer("workers", os.cpu_count(), "Processes at once.", lower_bound=1)
+_WORKERS = flags.DEFINE_integer(
+    "workers", min(os.cpu_count() or 1, 8), "Processes at once.", lower_bound=1
+)
 _OUT_DIR = flags.DEFINE_string("out_dir", "out/kernel_check", "Where the results go.")
 flags.mark_flag_as_required("impl")
 

@@ -3,6 +3,7 @@
 Each takes its inputs in the layout it wants, which is made before anything is timed.
 """
 
+import dataclasses
 import importlib
 import math
 import warnings
@@ -16,9 +17,11 @@ from jax import Array
 
 from experiments.latency.shapes import Inputs, Shape, paged
 from experiments.latency.timing import Arguments
+from pallas_kernels import targets
 from pallas_kernels.paged_attention import (
     IMPLEMENTATIONS,
     AttentionOptions,
+    Call,
     Unsupported,
     cache_head_size,
     paged_prefill_attention,
@@ -70,17 +73,26 @@ def check_name(name: str) -> None:
 
 
 def contiguous(shape: Shape, scale: float, interpret: bool) -> Contender:
-    """The kernel body of `mosaic_gpu` over caches ``[B, Hk, L, D]``, tuned as for their blocks."""
+    """The kernel body of `mosaic_gpu` over caches ``[B, Hk, L, D]``, tuned as it is."""
     from pallas_kernels.paged_attention.contiguous import contiguous_attention
+    from pallas_kernels.paged_attention.tuning import default_tuning
 
+    B, T, S, M = shape.batch, shape.queries, shape.block_size, shape.blocks_per_row
     options = AttentionOptions(scale, interpret=interpret)
+    dtype = jnp.dtype(shape.dtype)
+    call = Call(B, T, *shape.geometry, S, B * M, M, dtype, options, targets.current())
+    tuning = default_tuning(call)
+    padding = -M * S % math.lcm(S, tuning.block_kv)  # to whole tiles
+
+    def prepare(inputs: Inputs, seed: int) -> Arguments:
+        wider = ((0, 0), (0, 0), (0, padding), (0, 0))
+        return inputs.q, jnp.pad(inputs.k, wider), jnp.pad(inputs.v, wider), inputs.context_lens
 
     def attend(q: Array, k: Array, v: Array, lens: Array) -> Array:
-        starts = lens - shape.queries
-        size = shape.block_size
-        return contiguous_attention(q, k, v, lens, starts, options=options, block_size=size).out
+        tuned = dataclasses.replace(options, tuning=tuning)
+        return contiguous_attention(q, k, v, lens, lens - T, options=tuned, block_size=S).out
 
-    return Contender(lambda inputs, seed: inputs, {"": attend})
+    return Contender(prepare, {"": attend})
 
 
 def xla_contiguous(shape: Shape, scale: float, interpret: bool) -> Contender:

@@ -68,34 +68,35 @@ def check_random_values(
 ) -> CheckResult:
     """`check_values` on random inputs of a shape; the same for the same seed."""
     lab = lab_of(op)
-    case = lab.make(spec, np.random.default_rng(seed))
-    return check_values(impl, case, lab.value_options(impl, spec, interpret=interpret), op=op)
+
+    def check() -> CheckResult:
+        options = lab.value_options(impl, spec, interpret=interpret)
+        return _values(lab, impl, lab.make(spec, np.random.default_rng(seed)), options)
+
+    return _judge(check)
 
 
 def check_values(impl: str, case: Any, options: Any, *, op: str = "attention") -> CheckResult:
-    """Run a case and compare it with float64; where it is interpreted, look for races too."""
-    lab = lab_of(op)
+    """Run a case and compare it with float64; where it is interpreted, watch the interpreter."""
+    return _judge(lambda: _values(lab_of(op), impl, case, options))
+
+
+def _values(lab: Any, impl: str, case: Any, options: Any) -> CheckResult:
     on_gpu = targets.current() is not None and not options.interpret
-
-    def check() -> CheckResult:
-        arguments = lab.arguments(impl, case)
-        call = jax.jit(lab.function(impl, options))
-        run = interpreter.watch(
-            lambda: {name: np.asarray(x) for name, x in call(*arguments).items()}
-        )
-        wanted = lab.wanted(case, options, on_gpu=on_gpu)
-        differences = [compare(name, run.result[name], wanted[name]) for name in wanted]
-        faults = "; ".join(d.fault for d in differences if d.fault)
-        worst = max(differences, key=lambda difference: difference.excess)
-        return CheckResult(
-            "wrong" if faults else "pass",
-            faults,
-            error=worst.error,
-            tolerance=worst.bound,
-            races=False if run.looked_for_races else None,
-        )
-
-    return _judge(check)
+    arguments = lab.arguments(impl, case)
+    call = jax.jit(lab.function(impl, options))
+    run = interpreter.watch(lambda: {name: np.asarray(x) for name, x in call(*arguments).items()})
+    wanted = lab.wanted(case, options, on_gpu=on_gpu)
+    differences = [compare(name, run.result[name], wanted[name]) for name in wanted]
+    faults = "; ".join(d.fault for d in differences if d.fault)
+    worst = max(differences, key=lambda difference: difference.excess)
+    return CheckResult(
+        "wrong" if faults else "pass",
+        faults,
+        error=worst.error,
+        tolerance=worst.bound,
+        races=False if run.looked_for_races else None,
+    )
 
 
 def check_lowering(

@@ -27,7 +27,7 @@ from pallas_kernels.targets import TARGETS, Target
 MakeSource = Callable[..., Source]
 
 MAX_GRID = 65535  # programs along the axes y and z of a grid
-# A copy by cp.async: 16 bytes for each thread, two for each of eight rows of a warp.
+# A copy by cp.async: 128 threads with 16 bytes each, in two rounds.
 CP_ASYNC_ELEMENTS = 2048
 # For each column: with these, all columns are reduced across warps at once.
 REDUCTION_BYTES = 128
@@ -197,7 +197,7 @@ class Program:
         pipeline = (
             TmaPipeline(stages, barriers, self.first_tile, self.count)
             if kernel.use_tma
-            else CpAsyncPipeline(stages, self.first_tile, self.count)
+            else CpAsyncPipeline(stages, self.first_tile, self.count, kernel.options.interpret)
         )
         own_q = q.at[self.row, self.part, self.query_tile]
         products.fetch_queries(own_q, smem)
@@ -206,16 +206,16 @@ class Program:
         queries = products.queries(own_q, smem)
 
         def step(i: Array, carry: Any) -> Any:
-            state, entries = carry
-            entries = pipeline.wait(i, entries)
-            slot = stages.slot(i)
+            state, slot, entries = carry
+            entries = pipeline.wait(i, slot, entries)
             first_token = (self.first_tile + i) * kernel.tiles.tokens
             state = compute.step(
                 state, queries, k_smem.at[slot], v_smem.at[slot], smem, first_token
             )
-            return state, pipeline.advance(i, entries)
+            return state, stages.next_slot(slot), pipeline.advance(i, slot, entries)
 
-        state, _ = lax.fori_loop(0, self.count, step, (compute.start(), entries))
+        start = compute.start(), jnp.int32(0), entries
+        state, *_ = lax.fori_loop(0, self.count, step, start)
         pipeline.drain()
         out, top, lse = compute.finish(*state)
         out_ref, top_ref, lse_ref = (

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 import jax.numpy as jnp
-from jax import Array, lax
+from jax import Array
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
@@ -40,61 +40,66 @@ class Stages:
     v_smem: Ref
     num_stages: int
 
-    def slot(self, i: Array) -> Array:
-        return lax.rem(i, jnp.int32(self.num_stages))
+    def next_slot(self, slot: Array) -> Array:
+        return jnp.where(slot == self.num_stages - 1, 0, slot + 1)
 
-    def copy(
-        self, i: Array, first_tile: Array, entries: Entries, copy: Callable[..., None]
-    ) -> None:
-        """Start the copies of the program's i-th tile."""
+    def previous_slot(self, slot: Array) -> Array:
+        return jnp.where(slot == 0, self.num_stages - 1, slot - 1)
+
+    def copy(self, tile: Array, slot: Array, entries: Entries, copy: Callable[..., None]) -> None:
+        """Start the copies of a tile to a slot of the ring."""
         rows = self.tiles.copy_rows
-        starts = self.source.starts(first_tile + i, entries)
+        starts = self.source.starts(tile, entries)
         for ref, smem in ((self.k, self.k_smem), (self.v, self.v_smem)):
             for j, start in enumerate(starts):
-                target = smem.at[self.slot(i), pl.ds(j * rows, rows)]
+                target = smem.at[slot, pl.ds(j * rows, rows)]
                 copy(ref.at[pl.ds(start, rows)], target)
 
 
 @dataclass(frozen=True)
 class TmaPipeline:
-    """Copies by the tensor memory accelerator (sm_90 and later), each tile with a barrier."""
+    """Copies by the tensor memory accelerator (sm_90 and later), each slot with a barrier."""
 
     stages: Stages
     barriers: Ref
     first_tile: Array
     count: Array  # tiles of the program
 
-    def _start(self, i: Array, entries: Entries) -> None:
-        barrier = self.barriers.at[self.stages.slot(i)]
-        self.stages.copy(
-            i,
-            self.first_tile,
-            entries,
-            lambda source, target: plgpu.copy_gmem_to_smem(source, target, barrier),
-        )
+    def _start(self, i: Array, slot: Array, entries: Entries) -> None:
+        barrier = self.barriers.at[slot]
+        copy = functools.partial(plgpu.copy_gmem_to_smem, barrier=barrier)
+        self.stages.copy(self.first_tile + i, slot, entries, copy)
 
     def fill(self) -> Entries:
         """Start the first tiles; the entries that `advance` takes first."""
         source, depth = self.stages.source, self.stages.num_stages
-        for i in range(depth):
+        for i in map(jnp.int32, range(depth)):
             entries = source.entries(self.first_tile + i)
-            pl.when(i < self.count)(functools.partial(self._start, jnp.int32(i), entries))
+            pl.when(i < self.count)(functools.partial(self._start, i, i, entries))
         return source.entries(self.first_tile + depth)
 
-    def wait(self, i: Array, entries: Entries) -> Entries:
-        """Wait for tile i."""
-        plgpu.barrier_wait(self.barriers.at[self.stages.slot(i)])
+    def wait(self, i: Array, slot: Array, entries: Entries) -> Entries:
+        """Wait for the program's i-th tile."""
+        plgpu.barrier_wait(self.barriers.at[slot])
         return entries
 
-    def advance(self, i: Array, entries: Entries) -> Entries:
+    def advance(self, i: Array, slot: Array, entries: Entries) -> Entries:
         """Tile i has been used: start the one that takes its place."""
         plgpu.commit_smem()  # all warps have read the tile, before it is overwritten
         next_tile = i + self.stages.num_stages
-        pl.when(next_tile < self.count)(lambda: self._start(next_tile, entries))
+        pl.when(next_tile < self.count)(lambda: self._start(next_tile, slot, entries))
         return self.stages.source.entries(self.first_tile + next_tile + 1)
 
     def drain(self) -> None:
         """Nothing is in flight once the last tile has been waited for."""
+
+
+def start_cp_async(source: Ref, target: Ref, *, interpret: bool) -> None:
+    """Start a copy by cp.async; the interpreter, which has none, copies at once."""
+    if interpret:
+        target[...] = source[...]
+    else:
+        plgpu.copy_gmem_to_smem(source, target, oob_mode=plgpu.OOBFillMode.PROMISE_IN_BOUNDS)
 
 
 @dataclass(frozen=True)
@@ -104,26 +109,25 @@ class CpAsyncPipeline:
     stages: Stages
     first_tile: Array
     count: Array
+    interpret: bool
 
-    def _start(self, i: Array, entries: Entries) -> None:
-        self.stages.copy(
-            i,
-            self.first_tile,
-            entries,
-            lambda source, target: plgpu.copy_gmem_to_smem(
-                source, target, oob_mode=plgpu.OOBFillMode.PROMISE_IN_BOUNDS
-            ),
-        )
+    def _start(self, i: Array, slot: Array, entries: Entries) -> None:
+        copy = functools.partial(start_cp_async, interpret=self.interpret)
+        self.stages.copy(self.first_tile + i, slot, entries, copy)
+
+    def _wait(self, still_in_flight: int) -> None:
+        if not self.interpret:
+            plgpu.wait_gmem_to_smem(still_in_flight)
 
     def fill(self) -> Entries:
         """Start the first tiles; the entries that `wait` takes first."""
         source, ahead = self.stages.source, self.stages.num_stages - 1
-        for i in range(ahead):
+        for i in map(jnp.int32, range(ahead)):
             entries = source.entries(self.first_tile + i)
-            pl.when(i < self.count)(functools.partial(self._start, jnp.int32(i), entries))
+            pl.when(i < self.count)(functools.partial(self._start, i, i, entries))
         return source.entries(self.first_tile + ahead)
 
-    def wait(self, i: Array, entries: Entries) -> Entries:
+    def wait(self, i: Array, slot: Array, entries: Entries) -> Entries:
         """Wait for tile i, and start the one that takes the place of tile i - 1."""
         ahead = self.stages.num_stages - 1
         next_tile = i + ahead
@@ -131,18 +135,18 @@ class CpAsyncPipeline:
 
         @pl.when(more)
         def _() -> None:
-            self._start(next_tile, entries)
-            plgpu.wait_gmem_to_smem(2 * self.stages.tiles.copies * ahead)
+            self._start(next_tile, self.stages.previous_slot(slot), entries)
+            self._wait(2 * self.stages.tiles.copies * ahead)
 
         @pl.when(jnp.logical_not(more))
         def _() -> None:
-            plgpu.wait_gmem_to_smem(0)
+            self._wait(0)
 
         return self.stages.source.entries(self.first_tile + next_tile + 1)
 
-    def advance(self, i: Array, entries: Entries) -> Entries:
+    def advance(self, i: Array, slot: Array, entries: Entries) -> Entries:
         """The next `wait` overwrites tile i, behind a barrier that comes with the copies."""
         return entries
 
     def drain(self) -> None:
-        plgpu.wait_gmem_to_smem(0)
+        self._wait(0)

@@ -12,6 +12,7 @@ from jax import Array
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from pallas_kernels.paged_attention.mosaic_pipeline import start_cp_async
 from pallas_kernels.paged_attention.mosaic_tiles import Tiles
 
 Ref = Any
@@ -79,8 +80,7 @@ class MmaProducts:
         if self.use_tma:
             plgpu.copy_gmem_to_smem(q, smem["queries"], smem["queries_barrier"])
         else:
-            in_bounds = plgpu.OOBFillMode.PROMISE_IN_BOUNDS
-            plgpu.copy_gmem_to_smem(q, smem["queries"], oob_mode=in_bounds)
+            start_cp_async(q, smem["queries"], interpret=self.interpret)
 
     def queries(self, q: Ref, smem: dict[str, Ref]) -> Callable[[], Array]:
         """What `scores` takes: queries^T, once they are there."""

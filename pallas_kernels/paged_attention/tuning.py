@@ -22,6 +22,7 @@ PROGRAMS_PER_CORE = 2  # one computes while the other waits
 MAX_STAGES = 4
 ROWS = 64  # of a tile, a product takes at a time
 RESERVED_BYTES = 6 << 10  # of a program's shared memory, beside its tiles
+SHARE_BYTES = 4 << 20  # of a program's share: one long row must not keep all others waiting
 PROGRAM_BANDWIDTH = 25 * 10**9  # bytes per second that one program takes in, at most
 START_SECONDS = 2e-6  # from the start of a program to its first tile
 COMBINE_SECONDS = 4e-6  # for the splits' results
@@ -164,7 +165,7 @@ def _splits(
     slots: int,
     bandwidth: int,
 ) -> int:
-    """The fewest splits that take least time, if every context fills its table.
+    """The fewest splits that take least time, if every context fills its table; small shares.
 
     programs: of one split; tiles, tile_bytes, result_bytes: of a program; slots: programs at once.
     """
@@ -176,4 +177,6 @@ def _splits(
         results = 2 * programs * splits * result_bytes / bandwidth
         return max(memory, rounds * program) + (COMBINE_SECONDS + results if splits > 1 else 0)
 
-    return min(range(1, min(MAX_SPLITS, tiles) + 1), key=seconds)
+    most = min(MAX_SPLITS, tiles)
+    least = min(most, -(-tiles * tile_bytes // SHARE_BYTES))
+    return min(range(least, most + 1), key=seconds)

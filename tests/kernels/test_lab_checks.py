@@ -98,6 +98,25 @@ def test_a_cache_as_wide_as_the_implementation_wants_it_is_made():
     assert not arrays[1][..., 80:].any()
 
 
+@pytest.mark.parametrize("impl", ["mosaic_gpu", "triton"])
+def test_cases_are_tuned_so_that_slots_of_a_pipeline_are_used_again_or_contexts_are_split(impl):
+    def tuning(name: str):
+        [spec] = [spec for spec in attention.VALUE_SPECS if spec.name == name]
+        return spec, attention.value_options(impl, spec, interpret=True).tuning
+
+    spec, long = tuning("long context")
+    assert long.num_splits == 1
+    assert spec.block_size * spec.max_blocks / long.block_kv > 2 * long.num_stages
+    _, split = tuning("window, split")
+    assert split.num_splits > 1
+
+
+def test_what_a_kernel_refuses_is_not_tuned_and_neither_is_what_has_nothing_to_tune():
+    refused = dataclasses.replace(SMALL, block_size=1)
+    assert attention.value_options("mosaic_gpu", refused, interpret=True).tuning is None
+    assert attention.value_options("xla", SMALL, interpret=True).tuning is None
+
+
 @pytest.mark.parametrize("lab", [kv_write, block_copy], ids=lambda lab: lab.__name__)
 def test_moves_of_numbers_must_be_exact(lab):
     op = lab.REGISTRY.op
