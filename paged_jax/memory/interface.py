@@ -119,6 +119,9 @@ class MemoryManager(Protocol):
         are left that no pinned prefix holds. ValueError where nothing can be pinned.
         """
 
+    def num_pinned_tokens(self, token_ids: Sequence[int], salt: Hashable = None) -> int:
+        """How many leading tokens `allocate` is sure to find, as pinned prefixes hold them."""
+
     def unpin(self, token_ids: Sequence[int], salt: Hashable = None) -> None:
         """Let go of a pinned prefix; KeyError if it is not pinned."""
 
