@@ -143,7 +143,8 @@ class RequestRecord:
         params = self.request.params
         outputs = [record.output() for record in self.sequences]
         if len(outputs) > params.n:
-            outputs.sort(key=lambda output: -(output.cumulative_logprob or 0.0))
+            # Of a request that was cut short, those that never ran are no better than others.
+            outputs.sort(key=lambda out: (not out.token_ids, -(out.cumulative_logprob or 0.0)))
             outputs = [replace(out, index=i) for i, out in enumerate(outputs[: params.n])]
         return self._output(outputs, [record.token_times_s for record in self.sequences])
 

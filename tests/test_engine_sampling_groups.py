@@ -160,6 +160,17 @@ def test_what_best_of_and_beams_cannot_do_is_refused(engine):
         SamplingParams(n=3, best_of=2)
 
 
+def test_an_abort_ranks_what_never_ran_last(engine):
+    params = SamplingParams(n=5, best_of=7, seed=6, max_tokens=15, ignore_eos=True)
+    name = engine.add_request(None, PROMPT, params)
+    for _ in range(8):
+        engine.step()
+    outputs = engine.abort(name).outputs
+    assert [bool(out.token_ids) for out in outputs] == [True] * 4 + [False]
+    sums = [out.cumulative_logprob for out in outputs[:4]]
+    assert sums == sorted(sums, reverse=True)
+
+
 def test_samples_are_streamed_side_by_side(engine, alone):
     params = SamplingParams(n=3, seed=8, max_tokens=10, ignore_eos=True)
     wanted, seen = alone(PROMPT, params), [[], [], []]

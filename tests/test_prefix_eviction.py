@@ -147,6 +147,21 @@ def test_pins_overlap_and_keep_to_their_salt():
     manager.check_invariants()
 
 
+def test_what_is_pinned_of_a_prompt():
+    requests = Requests(20, 4)
+    manager = requests.manager
+    requests.run(range(16))
+    assert manager.num_pinned_tokens(range(16)) == 0
+    manager.pin(range(10))
+    assert manager.num_pinned_tokens(range(16)) == manager.num_pinned_tokens(range(9)) == 8
+    assert manager.num_pinned_tokens(range(8)) == 4, "one token has to be computed"
+    assert manager.num_pinned_tokens([*range(7), 0, 0, 0]) == 4
+    assert manager.num_pinned_tokens([0, 0, *range(10)]) == 0
+    assert manager.num_pinned_tokens(range(16), "tenant") == 0
+    manager.unpin(range(10))
+    assert manager.num_pinned_tokens(range(16)) == 0
+
+
 def test_a_pin_that_leaves_too_little_changes_nothing():
     requests = Requests(5, 4)
     manager = requests.manager

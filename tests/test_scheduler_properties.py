@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from scheduling_fakes import FakeExecutor, make_request, make_scheduler, outputs
 
 from paged_jax.scheduling.fitting import num_slots_needed
-from paged_jax.scheduling.request import Sequence, SequenceStatus
+from paged_jax.scheduling.request import Request, Sequence, SequenceStatus
 
 
 @dataclasses.dataclass(frozen=True)
@@ -21,6 +21,7 @@ class Load:
     aborts: list[tuple[int, int]]  # (when, request), before the batch is planned or while it runs
     lost: dict[int, bool]  # iterations whose results never arrive: whether they reach the device
     limits: dict
+    num_pinned: int  # tokens of a prefix that is pinned before; 0: none
 
 
 def random_load(rng: random.Random) -> Load:
@@ -51,6 +52,8 @@ def random_load(rng: random.Random) -> Load:
     # From just enough for the most demanding alone, to plenty.
     needs = [num_slots_needed(make_request("", **r), block_size) for r in requests]
     smallest = -(-max(needs) // block_size)
+    caching = rng.random() < 0.6
+    num_pinned = rng.randint(1, max_model_len - 1) if caching and rng.random() < 0.3 else 0
     max_num_seqs = max(rng.randint(1, 8), *(r.get("beam_width", 1) for r in requests), 1)
     return Load(
         requests=requests,
@@ -67,8 +70,9 @@ def random_load(rng: random.Random) -> Load:
             "max_num_batched_tokens": max_num_seqs + rng.choice([0, 1, 7, 200]),
             "max_prefill_seqs": rng.randint(1, 8),
             "watermark": rng.choice([0.0, 0.01, 0.3, 0.9]),
-            "enable_prefix_caching": rng.random() < 0.6,
+            "enable_prefix_caching": caching,
         },
+        num_pinned=min(num_pinned, smallest * block_size),
     )
 
 
@@ -96,18 +100,38 @@ class Run:
             for request in self.requests
             for seq in request.sequences
         )
+        self.pin()
         while arrivals or self.scheduler.has_work:
             while arrivals and arrivals[0][0] <= iteration:
-                self.scheduler.add(arrivals.pop(0)[1])
+                self.add(arrivals.pop(0)[1])
             if self.scheduler.has_work:
                 aborts = [index for when, index in self.load.aborts if when == iteration]
                 self.step(aborts, iteration)
             iteration += 1
             assert iteration <= most_iterations, "some iteration did nothing for the oldest"
         memory = self.scheduler.memory
-        assert memory.num_free_blocks == memory.num_total_blocks
-        assert self.scheduler.num_finished == len(self.sequences)
+        assert memory.num_free_blocks + memory.num_pinned_blocks == memory.num_total_blocks
+        assert self.scheduler.num_finished == len(self.sequences) + bool(self.load.num_pinned)
         return self
+
+    def pin(self) -> None:
+        """Compute a prefix that some of the prompts begin with, and keep it."""
+        if self.load.num_pinned:
+            prefix = make_request("prefix", self.load.num_pinned, prompt_seed=0, max_tokens=1)
+            self.scheduler.add(prefix)
+            while not prefix.is_finished:
+                batch = self.scheduler.schedule()
+                self.scheduler.update(batch, self.executor.run(batch))
+            self.scheduler.pin(prefix.prompt_token_ids, None)
+
+    def add(self, request: Request) -> None:
+        """With a pinned prefix, the pool may be too small for a request."""
+        try:
+            self.scheduler.add(request)
+        except ValueError as error:
+            if not self.load.num_pinned or "are pinned" not in str(error):
+                raise
+            self.requests.remove(request)
 
     def step(self, aborts: list[int], iteration: int) -> None:
         scheduler = self.scheduler
@@ -182,8 +206,10 @@ def idle_outputs(arguments: dict, max_model_len: int):
 
 def check_load(load: Load) -> Run:
     run = Run(load).to_end()
-    for request, arguments in zip(run.requests, load.requests, strict=True):
-        expected = idle_outputs(arguments, load.limits["max_model_len"])
+    for request in run.requests:
+        expected = idle_outputs(
+            load.requests[int(request.request_id)], load.limits["max_model_len"]
+        )
         if request.beam_search is not None:
             aborted = any(seq.finish_reason == "abort" for seq in request.sequences)
             assert aborted or outputs(request) == expected
@@ -212,6 +238,10 @@ def test_a_soak_of_random_loads_sees_preemptions_and_keeps_every_promise():
     searches = [r for run in runs for r in run.requests if r.beam_search is not None]
     assert sum(request.num_preemptions > 0 for request in searches) > 20
     stats = [run.scheduler.memory.stats for run in runs]
+    pinned = [run for run in runs if run.load.num_pinned]
+    assert len(pinned) > 50
+    assert any(len(run.requests) < len(run.load.requests) for run in pinned)
+    assert sum(run.scheduler.num_preemptions > 0 for run in pinned) > 5
     for name in ("hit_tokens", "evictions", "forks", "copies"):
         assert sum(getattr(each, name) for each in stats) > 250, name
 

@@ -127,3 +127,28 @@ def test_a_refused_pin_of_a_pinned_prefix_leaves_it_as_it_was():
     scheduler.memory.check_invariants()
     scheduler.memory.unpin(prompt)
     assert scheduler.memory.num_pinned_blocks == 0
+
+
+@pytest.mark.parametrize("params", [{"n": 2}, {"beam_width": 2}])
+def test_requests_may_need_what_is_pinned_for_them(params):
+    """A prefix of more than half of the pool; only who begins with it can use it."""
+    scheduler = make_scheduler(num_blocks=13, block_size=4, enable_prefix_caching=True)
+    executor = FakeExecutor(scheduler.memory, never_ends)
+    scheduler.add(make_request("prefix", 32, max_tokens=1))
+    run_to_end(scheduler, executor)
+    prompt = make_request("", 32).prompt_token_ids
+    assert scheduler.pin(prompt, None) == 32
+    request = make_request("a", 36, max_tokens=5, **params)
+    other = make_request("b", 36, max_tokens=5, seed=1, **params)
+    message = "can need 1[01] blocks of 4 slots, the pool has 12 and 8 of them are pinned"
+    with pytest.raises(ValueError, match=message):
+        scheduler.add(other)
+    with pytest.raises(ValueError, match=message):  # its prompt is computed, pinned or not
+        scheduler.add(make_request("c", 36, max_tokens=5, prompt_logprobs=1, **params))
+    with pytest.raises(ValueError, match=r"can need [59] blocks of 4 slots, the pool has 12 and 8"):
+        scheduler.add(make_request("d", 36, max_tokens=15, **params))
+    scheduler.add(request)
+    assert request.num_cached_tokens is None
+    run_to_end(scheduler, executor)
+    assert request.num_cached_tokens == 32
+    assert {len(tokens) for tokens, _ in outputs(request)} == {5}

@@ -4,6 +4,7 @@ from bisect import bisect_left
 from collections import Counter
 from collections.abc import Hashable, Mapping, Sequence
 from copy import copy
+from itertools import takewhile
 
 from paged_jax.memory.block_pool import BlockPool
 from paged_jax.memory.prefix_cache import Node, PrefixCache
@@ -211,6 +212,15 @@ class BlockManager:
         self._release(self._pins.get((salt, tuple(token_ids)), []))
         self._pins = pins
         return len(blocks) * self.block_size
+
+    def num_pinned_tokens(self, token_ids: Sequence[int], salt: Hashable = None) -> int:
+        if not self._pins:
+            return 0
+        match: list[Node] = []
+        self._cache.extend(match, salt, token_ids, (len(token_ids) - 1) // self.block_size)
+        pinned = set().union(*self._pins.values())
+        found = takewhile(lambda node: node.block in pinned, match)
+        return sum(1 for _ in found) * self.block_size
 
     def unpin(self, token_ids: Sequence[int], salt: Hashable = None) -> None:
         self._release(self._pins.pop((salt, tuple(token_ids))))

@@ -71,8 +71,8 @@ class MemoryManager(Protocol):
         between them is pending until `take_copies`. Otherwise a table that covers the slots
         already is left as it is. No more blocks are taken than that needs.
 
-        False, and nothing changes, when memory is out. Runs once per sequence and iteration, so
-        it has to be fast.
+        The slots after it, up to the end of its block, can be written too, until the sequence is
+        forked: callers need not ask for them. False, and nothing changes, when memory is out.
         """
 
     def fork(self, parent_id: int, child_id: int) -> None:
@@ -118,6 +118,9 @@ class MemoryManager(Protocol):
         have been published since as well. None, and nothing changes, unless `leave_blocks` blocks
         are left that no pinned prefix holds. ValueError where nothing can be pinned.
         """
+
+    def num_pinned_tokens(self, token_ids: Sequence[int], salt: Hashable = None) -> int:
+        """How many leading tokens `allocate` is sure to find, as pinned prefixes hold them."""
 
     def unpin(self, token_ids: Sequence[int], salt: Hashable = None) -> None:
         """Let go of a pinned prefix; KeyError if it is not pinned."""

@@ -29,12 +29,12 @@ def check_fits(
             f"{name}: beam_width {params.beam_width} is more than max_num_seqs {max_num_seqs}, and "
             "beams run together"
         )
-    if not memory.can_ever_hold(num_slots_needed(request, memory.block_size)):
-        size = memory.block_size
+    num_blocks = _num_blocks_needed(request, memory)
+    if not memory.can_ever_hold(num_blocks * memory.block_size):
         beams = f" in {params.beam_width} beams" if params.beam_width else ""
         raise ValueError(
             f"{name}: a prompt of {num_prompt} tokens and max_tokens {max_tokens}{beams} can need "
-            f"{-(-num_slots_needed(request, size) // size)} blocks of {size} slots, the pool has "
+            f"{num_blocks} blocks of {memory.block_size} slots, the pool has "
             f"{memory.num_total_blocks} and {memory.num_pinned_blocks} of them are pinned; give it "
             "more blocks or lower max_tokens"
         )
@@ -55,12 +55,20 @@ def num_slots_needed(request: Request, block_size: int) -> int:
     return (num_shared + beam_width * (num_blocks - num_shared)) * block_size
 
 
+def _num_blocks_needed(request: Request, memory: MemoryManager) -> int:
+    """The most blocks that the request needs, those apart that a pinned prefix keeps for it."""
+    size = memory.block_size
+    num_found = 0
+    if not request.lacks_prompt_logprobs:
+        num_found = memory.num_pinned_tokens(request.prompt_token_ids, request.params.cache_salt)
+    return -(-num_slots_needed(request, size) // size) - num_found // size
+
+
 def pin(
     memory: MemoryManager, requests: Iterable[Request], token_ids: Sequence[int], salt: str | None
 ) -> int:
     """Pin a prefix; ValueError, and nothing changes, if then one of the requests cannot finish."""
-    size = memory.block_size
-    most = max((-(-num_slots_needed(request, size) // size) for request in requests), default=0)
+    most = max((_num_blocks_needed(request, memory) for request in requests), default=0)
     num_tokens = memory.pin(token_ids, salt, leave_blocks=most)
     if num_tokens is None:
         raise ValueError(
