@@ -232,6 +232,8 @@ def plot(runs: dict[str, list[ChatRun]], path: str) -> None:
         hits.plot(numbers, [hit_percent(by_turn[n]) for n in numbers], "o-")
     times.set(xlabel="turn", ylabel="mean time to first token (s)")
     times.set_ylim(bottom=0)
+    for axes in (times, hits):
+        axes.xaxis.get_major_locator().set_params(integer=True)
     times.legend()
     hits.set(xlabel="turn", ylabel="prompt tokens found in the cache (%)")
     hits.set_ylim(0, 100)

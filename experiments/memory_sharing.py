@@ -9,16 +9,17 @@ Saved are blocks that sharing makes unnecessary, as a share of those that would 
 mean lengths, outputs of exactly the length drawn, and share nothing with each other. Three runs:
 
     real       SmolLM2 over the beginnings of ShareGPT conversations
-    likewise   the same requests without the model: scheduler and memory manager, random samples,
-               and beams whose next tokens are drawn as `experiments/sharing/branching.py` says
+    likewise   the same requests without the model: scheduler and memory manager alone, random
+               samples, and beams whose next tokens are drawn as in `sharing/branching.py`
     opt_13b    the same with more requests in the memory that the paper had for OPT-13B
 
 For parallel samples the first two must agree, as lengths alone decide. For beams the difference
 tells how like a model's the drawn tokens are; a second table compares for how many tokens beams
 have been apart.
 
-Expect minutes with --quick, which takes few requests and cuts their outputs in the real run, and
-hours without on two CPU cores. --out_dir gets results.json, results.csv and memory_sharing.png.
+Expect minutes with --quick, which takes few requests and cuts their outputs in the real run (the
+prompt then weighs more, and so does what it saves), and an hour or two without on two CPU cores.
+--out_dir gets results.json, results.csv and memory_sharing.png.
 """
 
 from typing import Any, NamedTuple
@@ -54,7 +55,7 @@ _MAX_REAL_TOKENS = flags.DEFINE_integer(
 _NUM_REQUESTS = flags.DEFINE_integer(
     "num_requests",
     None,
-    "Requests at OPT-13B's scale; default: 1000, or 100 with --quick.",
+    "Requests at OPT-13B's scale; default: 1000, or 300 with --quick.",
     lower_bound=1,
 )
 _MODEL = flags.DEFINE_string("model", "smollm2", "The real model's name or path.")
@@ -299,7 +300,7 @@ def main() -> None:
             runs.close()
     opt_13b: dict[tuple[str, str, int], float] = {}
     if "simulated" in _RUNS.value:
-        count = preset(_NUM_REQUESTS, is_quick, quick=100, full=1000)
+        count = preset(_NUM_REQUESTS, is_quick, quick=300, full=1000)
         drawn = {name: draw_requests(name, count, None, VOCAB_SIZE) for name in _LENGTHS.value}
         facts["opt_13b_requests"] = {name: length_facts(reqs) for name, reqs in drawn.items()}
         for lengths, method, width in grid:

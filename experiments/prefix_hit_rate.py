@@ -11,7 +11,9 @@ before the next comes; outputs, whose tokens the trace does not tell, are not ke
 
 The trace tells what prompts share in whole blocks of 512 tokens. So smaller blocks can hardly find
 more here than those of 512, whatever the prompts themselves would allow. What it shows is what
-larger blocks lose, and what pools lose that are too small to keep what will be asked again.
+larger blocks lose, and what pools lose that are too small to keep what will be asked again. (In
+such a pool blocks of 512 find a little more: they do not keep the ends of prompts, of less than a
+block, which nobody asks for again.)
 
 Expect a minute with --quick (the first 1,000 requests) and ten without on a CPU, with up to 4 GB
 of memory. --out_dir gets results.json, results.csv and prefix_hit_rate.png.
@@ -85,7 +87,9 @@ def plot(cases: Sequence[Case], path: str) -> None:
         axes.plot(
             [c.block_size for c in chosen], [c.hit_percent for c in chosen], "o-", label=label
         )
+    sizes = sorted({case.block_size for case in cases})
     axes.set_xscale("log", base=2)
+    axes.set_xticks(sizes, [f"{size:,}" for size in sizes])
     axes.set(xlabel="block size (tokens)", ylabel="prompt tokens found in the cache (%)")
     axes.set_ylim(bottom=0)
     axes.legend()

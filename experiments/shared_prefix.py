@@ -218,7 +218,8 @@ def plot(cases: Sequence[Case], path: str) -> None:
         axes.annotate(
             f"{case.ratio:.2f} times", (i + 0.2, case.with_cache), ha="center", va="bottom"
         )
-    axes.legend([without, with_cache], ["without prefix cache", "with"])
+    axes.legend([without, with_cache], ["without prefix cache", "with"], ncols=2, loc="upper left")
+    axes.margins(y=0.2)
     axes.set_xticks(range(len(cases)), [str(case.prefix) for case in cases])
     axes.set(xlabel="tokens of the shared prefix", ylabel="output tokens/s")
     figure.savefig(path, dpi=150)
