@@ -39,13 +39,13 @@ def store(ref: Ref, x: Array) -> None:
 
 @dataclass(frozen=True)
 class View:
-    """What the queries of a program see: slots in (floor, limit), by column."""
+    """What the queries of a program see of the context of their row."""
 
     first: Array  # the first slot that any column sees, 0 or more
     end: Array  # one past the last, 0 or more
-    query_tile: Array
+    query_tile: Array  # of the program, among those of its row
     context: Array
-    start: Array  # position of query 0
+    start: Array  # position of the row's first query
 
     @staticmethod
     def of(
@@ -89,10 +89,10 @@ class Compute:
         shape = (tiles.rows, tiles.columns)
         row, column = (iota(shape, axis, self.products.acc) for axis in (0, 1))
         token = tiles.row_token(row) + first_token
-        end = jnp.minimum(view.context, first_token + tiles.tokens)
-        visible = token < end
         position = view.start + tiles.column_query(view.query_tile, column)
-        visible &= token <= position
+        # Rows that no copy writes stand for tokens beyond the tile's.
+        end = jnp.minimum(view.context, first_token + tiles.tokens)
+        visible = (token < end) & (token <= position)
         if self.options.sliding_window is not None:
             visible &= token > position - self.options.sliding_window
         if tiles.heads > 1:

@@ -15,7 +15,6 @@ from jax import Array, lax
 
 # A product takes rows of the tile 64 at a time, 16 to a warp.
 ROW_MULTIPLE = 64
-COLUMN_MULTIPLE = 8
 
 
 def quotient(x: Array, divisor: int) -> Array:
@@ -114,17 +113,3 @@ class Tiles:
         x = x.reshape(B, parts, -1, *rest)[:, :, : T * width]
         x = x.reshape(B, parts, T, width, *rest).swapaxes(1, 2)
         return x.reshape(B, T, parts * width, *rest)
-
-
-def _divmod(x: Array, divisor: int, bound: int) -> tuple[Array, Array]:
-    """(x // divisor, x % divisor) for 0 <= x < bound.
-
-    By comparisons, unless it is a power of two: LLVM narrows such divisions of small numbers to
-    vectors of 16 bits, for which its NVPTX backend has no product ("Cannot select: umul_lohi").
-    """
-    if divisor & (divisor - 1) == 0:
-        return lax.div(x, jnp.int32(divisor)), lax.rem(x, jnp.int32(divisor))
-    quotient = x * 0
-    for multiple in range(divisor, bound, divisor):
-        quotient += (x >= multiple).astype(jnp.int32)
-    return quotient, x - quotient * divisor
