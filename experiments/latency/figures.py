@@ -17,7 +17,7 @@ Lines = dict[str, list[tuple[float, float]]]  # label -> points
 
 def plot(rows: Sequence[Row], baseline: str, path: Path) -> None:
     """Two panels over the rows that were timed."""
-    figure, axes = plt.subplots(1, 2, figsize=(12, 4.5), layout="constrained")
+    figure, axes = plt.subplots(1, 2, figsize=(12, 5.5), layout="constrained")
     plot_ratios(axes[0], rows, baseline)
     plot_block_sizes(axes[1], rows)
     figure.savefig(path, dpi=150)
@@ -51,8 +51,11 @@ def plot_block_sizes(axes: Axes, rows: Sequence[Row]) -> None:
 
 
 def _draw(axes: Axes, lines: Lines) -> None:
+    """Lines over powers of two, with the points' own numbers; their names stand below."""
     for label, points in lines.items():
         axes.plot(*zip(*sorted(points), strict=True), "o-", label=label)
     axes.set_xscale("log", base=2)
+    places = sorted({place for points in lines.values() for place, _ in points})
+    axes.set_xticks(places, [f"{place:g}" for place in places])
     if axes.get_legend_handles_labels()[0]:
-        axes.legend(fontsize=6)
+        axes.legend(fontsize=6, ncols=2, loc="upper left", bbox_to_anchor=(0, -0.15))

@@ -7,6 +7,7 @@ environment variables while it runs, and so is not for use from several threads.
 """
 
 import contextlib
+import dataclasses
 import importlib.util
 import re
 import secrets
@@ -43,7 +44,7 @@ class KernelReport:
     dynamic_shared_memory: int
     occupancy: Occupancy
     instructions: dict[str, int]  # every one of ptx.INSTRUCTIONS
-    ptx: str
+    ptx: str = dataclasses.field(repr=False)
 
     @property
     def shared_memory(self) -> int:

@@ -89,6 +89,7 @@ VALUE_SPECS = (
 COMPILE_SPECS = (
     Spec("Llama-3-8B", batch=64, num_heads=32, num_kv_heads=8, max_blocks=256),
     Spec("OPT-13B", "float16", batch=64, num_heads=40, num_kv_heads=40, max_blocks=128),
+    Spec("SmolLM2", batch=64, num_heads=9, num_kv_heads=3, head_size=64, max_blocks=256),
     Spec(
         "Gemma-2-9B",
         batch=16,

@@ -5,6 +5,7 @@ tokens, many, are rows of the products, the queries, few, are columns.
 """
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -38,22 +39,20 @@ def store(ref: Ref, x: Array) -> None:
 
 @dataclass(frozen=True)
 class View:
-    """What the queries of a program see: slots in (floor, limit), by column."""
+    """What the queries of a program see of the context of their row."""
 
     first: Array  # the first slot that any column sees, 0 or more
     end: Array  # one past the last, 0 or more
-    query_tile: Array
+    query_tile: Array  # of the program, among those of its row
     context: Array
-    start: Array  # position of query 0
+    start: Array  # position of the row's first query
 
     @staticmethod
     def of(
         tiles: Tiles, options: AttentionOptions, query_tile: Array, context: Array, start: Array
     ) -> "View":
-        earliest = start + tiles.column_query(query_tile, jnp.int32(0))
-        latest = start + jnp.minimum(
-            tiles.column_query(query_tile, jnp.int32(tiles.columns - 1)), tiles.num_queries - 1
-        )
+        earliest = start + tiles.first_query(query_tile)
+        latest = start + tiles.last_query(query_tile)
         end = jnp.maximum(jnp.minimum(context, latest + 1), 0)
         first = jnp.int32(0)
         if options.sliding_window is not None:
@@ -90,10 +89,10 @@ class Compute:
         shape = (tiles.rows, tiles.columns)
         row, column = (iota(shape, axis, self.products.acc) for axis in (0, 1))
         token = tiles.row_token(row) + first_token
-        end = jnp.minimum(view.context, first_token + tiles.tokens)
-        visible = token < end
         position = view.start + tiles.column_query(view.query_tile, column)
-        visible &= token <= position
+        # Rows that no copy writes stand for tokens beyond the tile's.
+        end = jnp.minimum(view.context, first_token + tiles.tokens)
+        visible = (token < end) & (token <= position)
         if self.options.sliding_window is not None:
             visible &= token > position - self.options.sliding_window
         if tiles.heads > 1:
@@ -114,12 +113,17 @@ class Compute:
         return jnp.where(self._visible(first_token), scores, -jnp.inf)
 
     def clear_padding(self, v_smem: Ref) -> None:
-        """Put zeros into the rows of all stages' values that no copy writes."""
+        """Put zeros into the rows of all stages' values that no copy writes; before any copy."""
         written = self.tiles.heads * self.tiles.tokens
-        if padding := self.tiles.rows - written:
-            for stage in range(v_smem.shape[0]):
-                rows = v_smem.at[stage, pl.ds(written, padding)]
-                rows[...] = jnp.zeros((padding, self.tiles.head_size), v_smem.dtype)
+        if written == self.tiles.rows:
+            return
+        zeros = jnp.zeros((ROW_MULTIPLE, PIECE), v_smem.dtype)
+        for stage in range(v_smem.shape[0]):
+            for first_row, piece in self._pieces(v_smem.at[stage]):
+                if first_row + ROW_MULTIPLE > written:
+                    piece[...] = plgpu.layout_cast(zeros, self.products.lhs)
+        if self.products.use_tma:  # which writes beside these stores, not behind them
+            plgpu.commit_smem()
 
     def clear_values(self, v_smem: Ref, first_token: Array) -> None:
         """Put zeros into rows of values that nothing sees: 0 times the NaN they may hold is NaN."""
@@ -128,14 +132,18 @@ class Compute:
 
         @pl.when(outside)
         def _() -> None:
-            # In pieces, lest the whole tile go through registers at once.
-            shape, layout = (ROW_MULTIPLE, PIECE), self.products.lhs
-            for first_row in range(0, tiles.rows, ROW_MULTIPLE):
-                token = tiles.row_token(iota(shape, 0, layout) + first_row) + first_token
+            layout = self.products.lhs
+            row = iota((ROW_MULTIPLE, PIECE), 0, layout)
+            for first_row, piece in self._pieces(v_smem):
+                token = tiles.row_token(row + first_row) + first_token
                 seen = (token >= view.first) & (token < view.end)
-                for lane in range(0, tiles.head_size, PIECE):
-                    piece = v_smem.at[pl.ds(first_row, ROW_MULTIPLE), pl.ds(lane, PIECE)]
-                    piece[...] = jnp.where(seen, load(piece, layout), jnp.zeros((), piece.dtype))
+                piece[...] = jnp.where(seen, load(piece, layout), jnp.zeros((), piece.dtype))
+
+    def _pieces(self, v_smem: Ref) -> Iterator[tuple[int, Ref]]:
+        """Parts of a tile of values, each with its first row; at once they take many registers."""
+        for row in range(0, self.tiles.rows, ROW_MULTIPLE):
+            for lane in range(0, self.tiles.head_size, PIECE):
+                yield row, v_smem.at[pl.ds(row, ROW_MULTIPLE), pl.ds(lane, PIECE)]
 
     def step(
         self,

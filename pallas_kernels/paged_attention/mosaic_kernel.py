@@ -199,10 +199,10 @@ class Program:
             if kernel.use_tma
             else CpAsyncPipeline(stages, self.first_tile, self.count, kernel.options.interpret)
         )
+        compute.clear_padding(v_smem)
         own_q = q.at[self.row, self.part, self.query_tile]
         products.fetch_queries(own_q, smem)
         entries = pipeline.fill()
-        compute.clear_padding(v_smem)
         queries = products.queries(own_q, smem)
 
         def step(i: Array, carry: Any) -> Any:

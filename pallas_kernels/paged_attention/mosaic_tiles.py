@@ -15,7 +15,19 @@ from jax import Array, lax
 
 # A product takes rows of the tile 64 at a time, 16 to a warp.
 ROW_MULTIPLE = 64
-COLUMN_MULTIPLE = 8
+
+
+def quotient(x: Array, divisor: int) -> Array:
+    """x // divisor for x and divisor in [0, 1024), elementwise.
+
+    Not by a division: where LLVM sees that 16 bits are enough for it, it makes an instruction of it
+    that GPUs have not, and aborts.
+    """
+    if divisor >= 1024:
+        raise ValueError(f"a program has {divisor} rows or columns of a kind, and at most 1023")
+    if divisor & (divisor - 1) == 0:
+        return x >> (divisor.bit_length() - 1)
+    return (x * -(-(1 << 20) // divisor)) >> 20
 
 
 @dataclass(frozen=True)
@@ -30,6 +42,11 @@ class Tiles:
     chunk: int  # tokens that are contiguous in the cache, at most `tokens`
     head_size: int
     joined: bool  # a chunk of all heads of the program is one stretch of the cache
+
+    @property
+    def width(self) -> int:
+        """Columns of a query: its heads, of the program's KV heads."""
+        return self.heads * self.group
 
     @property
     def rows(self) -> int:
@@ -48,30 +65,41 @@ class Tiles:
     @property
     def query_tiles(self) -> int:
         """Programs that share the queries of one row of the batch and the same KV heads."""
-        return -(-self.num_queries * self.heads * self.group // self.columns)
+        return -(-self.num_queries * self.width // self.columns)
 
     def row_head(self, row: Array) -> Array:
         """The head, of the program's, in a row of the tile."""
-        return lax.rem(lax.div(row, jnp.int32(self.chunk)), jnp.int32(self.heads))
+        chunk = quotient(row, self.chunk)
+        return chunk - quotient(chunk, self.heads) * self.heads
 
     def row_token(self, row: Array) -> Array:
         """The token, of the tile's, in a row; `tokens` or more where no copy writes."""
-        chunks = lax.div(row, jnp.int32(self.chunk * self.heads))
-        return chunks * self.chunk + lax.rem(row, jnp.int32(self.chunk))
+        within = row - quotient(row, self.chunk) * self.chunk
+        return quotient(row, self.chunk * self.heads) * self.chunk + within
+
+    def first_query(self, query_tile: Array) -> Array:
+        """The query, of the batch row's, in a program's first column."""
+        return lax.div(query_tile * self.columns, jnp.int32(self.width))
+
+    def last_query(self, query_tile: Array) -> Array:
+        """The query in a program's last column that is not padding."""
+        last = lax.div((query_tile + 1) * self.columns - 1, jnp.int32(self.width))
+        return jnp.minimum(last, self.num_queries - 1)
 
     def column_query(self, query_tile: Array, column: Array) -> Array:
         """The query, of the batch row's, in a column; T or more in columns of padding."""
-        return lax.div(query_tile * self.columns + column, jnp.int32(self.heads * self.group))
+        place = lax.rem(query_tile * self.columns, jnp.int32(self.width)) + column
+        return self.first_query(query_tile) + quotient(place, self.width)
 
     def column_head(self, query_tile: Array, column: Array) -> Array:
         """The KV head, of the program's, that a column attends to."""
-        within = lax.rem(query_tile * self.columns + column, jnp.int32(self.heads * self.group))
-        return lax.div(within, jnp.int32(self.group))
+        place = lax.rem(query_tile * self.columns, jnp.int32(self.width)) + column
+        return quotient(place - quotient(place, self.width) * self.width, self.group)
 
     def to_columns(self, q: Array) -> Array:
         """[B, T, Hq, D] -> [B, programs over heads, query tiles, columns, D], padded with 0."""
         B, T, Hq, D = q.shape
-        width = self.heads * self.group
+        width = self.width
         q = q.reshape(B, T, Hq // width, width, D).swapaxes(1, 2)
         q = q.reshape(B, Hq // width, T * width, D)
         padding = self.query_tiles * self.columns - T * width
@@ -81,7 +109,7 @@ class Tiles:
     def from_columns(self, x: Array) -> Array:
         """[B, programs over heads, query tiles, columns, ...] -> [B, T, Hq, ...]."""
         B, parts = x.shape[:2]
-        width, T, rest = self.heads * self.group, self.num_queries, x.shape[4:]
+        width, T, rest = self.width, self.num_queries, x.shape[4:]
         x = x.reshape(B, parts, -1, *rest)[:, :, : T * width]
         x = x.reshape(B, parts, T, width, *rest).swapaxes(1, 2)
         return x.reshape(B, T, parts * width, *rest)

@@ -18,6 +18,8 @@ COLUMNS = 8  # the fewest of a product
 COPY_BYTES = 16 << 10  # of a copy: larger ones gain nothing
 SMALL_COPY_BYTES = 8 << 10  # of a copy that costs more to start than others
 TILE_BYTES = 16 << 10  # of a tile of keys
+OUTPUTS = 4096  # of a program
+SCORES = 2048  # of a tile
 PROGRAMS_PER_CORE = 2  # one computes while the other waits
 MAX_STAGES = 4
 ROWS = 64  # of a tile, a product takes at a time
@@ -91,9 +93,11 @@ def _by_rule(call: Call, target: Target) -> Tuning:
     row_bytes = call.head_size * call.dtype.itemsize
     per_head = call.num_queries * call.num_heads // call.num_kv_heads
     kv_heads = _kv_heads(call, per_head, row_bytes)
-    tokens = _tokens(call, target, max(ROWS, TILE_BYTES // row_bytes) // kv_heads)
     width = per_head * kv_heads
-    columns = min(-(-width // COLUMNS) * COLUMNS, MAX_COLUMNS)
+    # Of the output and of the scores, which registers hold.
+    columns = min(-(-width // COLUMNS) * COLUMNS, MAX_COLUMNS, OUTPUTS // call.head_size)
+    rows = max(ROWS, min(TILE_BYTES // row_bytes, SCORES // columns))
+    tokens = _tokens(call, target, rows // kv_heads, kv_heads)
 
     stage_bytes = _stage_bytes(tokens * kv_heads, row_bytes)
     per_program = target.shared_memory_per_core // PROGRAMS_PER_CORE - RESERVED_BYTES
@@ -139,11 +143,15 @@ def _kv_heads(call: Call, per_head: int, row_bytes: int) -> int:
     return most(2 * COLUMNS) if is_small else heads
 
 
-def _tokens(call: Call, target: Target, wanted: int) -> int:
-    """Tokens of a tile, about as many as wanted: some blocks, or an even part of one."""
+def _tokens(call: Call, target: Target, wanted: int, kv_heads: int) -> int:
+    """Tokens of a tile, about as many as wanted: some blocks, or an even part of one.
+
+    Blocks that fill up the rows of a product, unless that takes far too many of them.
+    """
     S, D = call.block_size, call.head_size
     if wanted >= S:
-        return wanted // S * S
+        full = math.lcm(S, ROWS // math.gcd(ROWS, kv_heads))
+        return max(full, wanted // full * full) if full <= 2 * wanted else wanted // S * S
     has_tma = target.compute_capability >= (9, 0)
     parts = [
         n
