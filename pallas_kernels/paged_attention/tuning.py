@@ -92,7 +92,8 @@ def _table() -> dict[str, Any]:
 def _by_rule(call: Call, target: Target) -> Tuning:
     row_bytes = call.head_size * call.dtype.itemsize
     per_head = call.num_queries * call.num_heads // call.num_kv_heads
-    kv_heads = _kv_heads(call, per_head, row_bytes)
+    per_program = target.shared_memory_per_core // PROGRAMS_PER_CORE - RESERVED_BYTES
+    kv_heads = _kv_heads(call, per_head, row_bytes, per_program)
     width = per_head * kv_heads
     # Of the output and of the scores, which registers hold.
     columns = min(-(-width // COLUMNS) * COLUMNS, MAX_COLUMNS, OUTPUTS // call.head_size)
@@ -100,7 +101,6 @@ def _by_rule(call: Call, target: Target) -> Tuning:
     tokens = _tokens(call, target, rows // kv_heads, kv_heads)
 
     stage_bytes = _stage_bytes(tokens * kv_heads, row_bytes)
-    per_program = target.shared_memory_per_core // PROGRAMS_PER_CORE - RESERVED_BYTES
     stages = max(2, min(MAX_STAGES, per_program // stage_bytes))
     per_core = target.shared_memory_per_core // (stages * stage_bytes + RESERVED_BYTES)
     splits = _splits(
@@ -119,12 +119,23 @@ def _stage_bytes(rows: int, row_bytes: int) -> int:
     return 2 * -(-rows // ROWS) * ROWS * row_bytes
 
 
-def _kv_heads(call: Call, per_head: int, row_bytes: int) -> int:
+def _full_tile(block_size: int, kv_heads: int) -> int:
+    """The fewest tokens of whole blocks that fill up the rows of a product."""
+    return math.lcm(block_size, ROWS // math.gcd(ROWS, kv_heads))
+
+
+def _kv_heads(call: Call, per_head: int, row_bytes: int, per_program: int) -> int:
     """KV heads of a program, of which each has ``per_head`` columns.
 
     Heads that fill up the columns of one product cost nothing, and make copies fewer and larger.
-    If copies are still small then, a second product is worth it.
+    If copies are still small then, a second product is worth it. Where whole blocks take a tile of
+    several products, two of them must fit into the shared memory ``per_program``, in bytes.
     """
+
+    def fits(heads: int) -> bool:
+        rows = heads * _full_tile(call.block_size, heads)
+        is_least = call.block_size > ROWS or rows == ROWS
+        return is_least or 2 * _stage_bytes(rows, row_bytes) <= per_program
 
     def most(columns: int) -> int:
         return max(
@@ -133,6 +144,7 @@ def _kv_heads(call: Call, per_head: int, row_bytes: int) -> int:
             if heads == 1
             or (
                 call.num_kv_heads % heads == 0
+                and fits(heads)
                 and heads * per_head <= columns
                 and heads * call.block_size * row_bytes <= COPY_BYTES
             )
@@ -150,7 +162,7 @@ def _tokens(call: Call, target: Target, wanted: int, kv_heads: int) -> int:
     """
     S, D = call.block_size, call.head_size
     if wanted >= S:
-        full = math.lcm(S, ROWS // math.gcd(ROWS, kv_heads))
+        full = _full_tile(S, kv_heads)
         return max(full, wanted // full * full) if full <= 2 * wanted else wanted // S * S
     has_tma = target.compute_capability >= (9, 0)
     parts = [

@@ -132,8 +132,10 @@ MODELS = {
 }
 # Of one thread, for any GPU. 128 leave room for 4 programs on a core, 168 for 3, 255 for 2.
 REGISTERS = {
-    "mosaic_gpu": dict.fromkeys(MODELS, 128) | {"Gemma-2-9B": 168, "MQA": 168, "prefill": 208},
-    "mosaic_gpu_wgmma": dict.fromkeys(MODELS, 96) | {"Gemma-2-9B": 104, "MQA": 128, "prefill": 200},
+    "mosaic_gpu": dict.fromkeys(MODELS, 128)
+    | {"SmolLM2": 224, "Gemma-2-9B": 168, "MQA": 168, "prefill": 208},
+    "mosaic_gpu_wgmma": dict.fromkeys(MODELS, 96)
+    | {"SmolLM2": 192, "Gemma-2-9B": 104, "MQA": 128, "prefill": 200},
     "triton": dict.fromkeys(MODELS, 128) | {"2**33 elements": 168, "prefill": 168},
 }
 FENCES = {"mosaic_gpu": 1, "mosaic_gpu_wgmma": 2}  # to TMA: of the ring; and of the weights
