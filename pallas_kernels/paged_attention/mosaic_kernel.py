@@ -27,6 +27,7 @@ from pallas_kernels.targets import TARGETS, Target
 MakeSource = Callable[..., Source]
 
 MAX_GRID = 65535  # programs along the axes y and z of a grid
+MAX_WIDTH = 512  # that `mosaic_tiles.quotient` divides
 # A copy by cp.async: 128 threads with 16 bytes each, in two rounds.
 CP_ASYNC_ELEMENTS = 2048
 # For each column: with these, all columns are reduced across warps at once.
@@ -58,6 +59,8 @@ class Kernel:
             return (
                 f"of a tile of {tiles.tokens} tokens and a block of {S} neither divides the other"
             )
+        if tiles.width > MAX_WIDTH:
+            return f"{tiles.width} query heads of a program are more than {MAX_WIDTH}"
         if not self.use_tma:
             if tiles.copy_rows * tiles.head_size % CP_ASYNC_ELEMENTS:
                 return (

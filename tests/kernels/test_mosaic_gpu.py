@@ -172,6 +172,7 @@ CALL = Call(
         ({"block_size": 4}, "multiple of 8 tokens.*got 4"),
         ({"head_size": 64, "target": TARGETS["A100"]}, "multiple of 2048 elements, got 16 \\* 64"),
         ({"num_blocks": 2**26}, "2\\*\\*31 rows or more"),
+        ({"num_heads": 1026}, "513 query heads of a program are more than 512"),
         ({"batch": 70_000}, "70000 rows in . splits are more than 65535"),
         (
             {"head_size": 256, "target": TARGETS["L4"]},

@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from pallas_kernels.paged_attention.splits import LOWEST, combine_splits
+from pallas_kernels.paged_attention.splits import LOWEST, combine_finished, combine_splits
 
 
 def partial(scores, values, seen):
@@ -39,3 +39,29 @@ def test_splits_that_see_nothing_give_zeros_and_minus_infinity():
     out, top, lse = combined([nothing, (np.zeros(8), -np.inf, 0.0)])
     np.testing.assert_array_equal(out, 0)
     assert top == lse == -np.inf
+
+
+def finished(scores, values, seen):
+    """(out, top, lse) of the keys that are seen, as a program leaves them that divides."""
+    out, top, total = partial(scores, values, seen)
+    return out / (total or 1), top, top + np.log(total) if total else LOWEST
+
+
+def test_finished_splits_combine_into_the_whole():
+    rng = np.random.default_rng(1)
+    scores = rng.standard_normal(50) * np.where(np.arange(50) < 20, 1, 100)
+    values = rng.standard_normal((50, 8))
+    at, ends = np.arange(50), [(0, 1), (1, 20), (20, 20), (20, 50)]  # one of them empty
+    splits = [finished(scores, values, (a <= at) & (at < b)) for a, b in ends]
+    rows = splits, [(np.zeros(8), LOWEST, LOWEST)] * len(ends)  # one that sees nothing, too
+    out, top, lse = (
+        np.array([[split[i] for split in row] for row in rows], np.float32) for i in range(3)
+    )
+    result = combine_finished(out, top, lse, np.float32)
+    whole, largest, whole_lse = finished(scores, values, at < 50)
+    np.testing.assert_allclose(result.out, [whole, np.zeros(8)], rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(result.max, [largest, -np.inf], rtol=1e-6)
+    np.testing.assert_allclose(result.lse, [whole_lse, -np.inf], rtol=1e-6)
+    # One split is the whole.
+    alone = combine_finished(out[..., 3:, :], top[..., 3:], lse[..., 3:], np.float32)
+    np.testing.assert_array_equal(alone.out, out[:, 3])
