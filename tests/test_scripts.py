@@ -281,6 +281,9 @@ def test_checks_stop_at_the_first_failure_with_its_code(ready, fail, ran):
     assert tool_calls(ready) == CHECKS[:ran]
 
 
+KERNEL_TESTS = "pytest -n 2 tests/kernels"
+
+
 def test_ci_tests_kernels_with_the_oldest_jax_and_all_with_the_newest(ready):
     result = ready.run(".ci/run")
     assert result.returncode == 0, result.stderr
@@ -290,16 +293,16 @@ def test_ci_tests_kernels_with_the_oldest_jax_and_all_with_the_newest(ready):
         "--editable ROOT[test,aot]",
         DATA,
     ]
-    assert tool_calls(ready) == ["pytest tests/kernels", *CHECKS]
+    assert tool_calls(ready) == [KERNEL_TESTS, *CHECKS]
     assert ready.calls.count("python --version") == 2
     venvs = [call.split()[-1] for call in ready.calls if "-m venv" in call]
     assert venvs == [f"ROOT/.venv-jax-{OLDEST_JAX}", "ROOT/.venv"]
 
 
 def test_ci_stops_when_the_kernels_fail_with_the_oldest_jax(ready):
-    result = ready.run(".ci/run", STUB_FAIL="pytest tests/kernels")
+    result = ready.run(".ci/run", STUB_FAIL=KERNEL_TESTS)
     assert result.returncode == 7
-    assert tool_calls(ready) == ["pytest tests/kernels"]
+    assert tool_calls(ready) == [KERNEL_TESTS]
 
 
 def test_the_scripts_are_executable():
