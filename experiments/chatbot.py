@@ -18,7 +18,7 @@ The paper compares with Orca and keeps nothing between turns: the whole of its g
 larger batches. Here only the cache is different.
 
 Expect minutes with --quick, which has fewer, shorter conversations and answers, and about half an
-hour without on two CPU cores. --out_dir gets results.json, results.csv, turns.jsonl and chatbot.png.
+hour without on two CPU cores. --out_dir gets results.json, results.csv, turns.jsonl, chatbot.png.
 """
 
 from collections.abc import Callable, Sequence

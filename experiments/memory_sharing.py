@@ -18,8 +18,8 @@ tells how like a model's the drawn tokens are; a second table compares for how m
 have been apart.
 
 Expect minutes with --quick, which takes few requests and cuts their outputs in the real run (the
-prompt then weighs more, and so does what it saves), and about half an hour without on two CPU cores.
---out_dir gets results.json, results.csv and memory_sharing.png.
+prompt then weighs more, and so does what it saves), and half an hour or so without on two CPU
+cores. --out_dir gets results.json, results.csv and memory_sharing.png.
 """
 
 from typing import Any, NamedTuple
