@@ -261,7 +261,7 @@ class Engine:
             self._next_seed if params.seed is None else params.seed,
         )
         record = RequestRecord.of(request, text, stream, self.tokenizer)
-        self.core.scheduler.add(request)
+        self.core.add(request)
         if params.seed is None:  # one that was refused would have shifted all later ones
             self._next_seed = int(self._seeds.integers(2**32))
         self._sequence_records |= {each.seq.seq_id: each for each in record.sequences}
@@ -344,7 +344,9 @@ class Engine:
         record = self._records.pop(request_id)
         for sequence in record.sequences:
             del self._sequence_records[sequence.seq.seq_id]
-        return record.finish(self.tokenizer)
+        output = record.finish(self.tokenizer)
+        self.core.note_ended(output)
+        return output
 
     def pin_prefix(self, prompt: Prompt, *, cache_salt: str | None = None) -> int:
         """Compute the beginning of later prompts and keep it; returns how many tokens are kept.
