@@ -51,7 +51,7 @@ class Observer:
     in seconds on the engine's clock.
     """
 
-    wants_stats = False  # whether `on_iteration` is called: counting what holds the slots takes time
+    wants_stats = False  # whether `on_iteration` is called: counting slots takes time
 
     def on_request_added(self, request: Request) -> None:
         """A request waits."""
