@@ -22,7 +22,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from paged_jax.executor.interface import StepResult
+from paged_jax.executor.interface import Executor, StepResult
 from paged_jax.memory.interface import MemoryManager
 from paged_jax.scheduling.batch import ScheduledBatch
 from paged_jax.scheduling.logprobs import TokenLogprobs
@@ -58,7 +58,7 @@ class Branching:
         return -np.sort(-np.concatenate([first, rest], axis=1), axis=1)
 
 
-class BranchingExecutor:
+class BranchingExecutor(Executor):
     """Computes nothing: random tokens for samples, candidates by `branching` for beams."""
 
     def __init__(self, memory: MemoryManager, *, seed: int, branching: Branching | None = None):

@@ -17,10 +17,24 @@ class StepResult:
     # For each prefill, in order, those of its prompt's tokens that its request asked for and still
     # lacked; empty if no request did.
     prompt_logprobs: list[list[TokenLogprobs]] = field(default_factory=list)
+    # Indices into tokens of those that mean nothing, as the logits they come from are not finite.
+    failed: list[int] = field(default_factory=list)
 
 
 class Executor(Protocol):
-    """Runs an iteration. Scheduler and memory manager cannot tell which kind this is."""
+    """Runs an iteration. Scheduler and memory manager cannot tell which kind this is.
+
+    One that keeps nothing on a device inherits from this what is about losing it.
+    """
 
     def execute(self, batch: ScheduledBatch) -> StepResult:
         """Compute the batch, whose slots are allocated, and sample."""
+
+    @property
+    def cache_is_lost(self) -> bool:
+        """After an iteration that raised: whether all that the cache held went with it."""
+        return False
+
+    def reset_cache(self) -> None:
+        """Put an empty cache in place of one that is lost."""
+        return

@@ -7,6 +7,7 @@ from functools import partial
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.stages import Lowered
 
@@ -15,7 +16,8 @@ from paged_jax.decode import copy_step, decode_step, head_step, prefill_step, sc
 from paged_jax.executor.buckets import bucket_of, padded
 from paged_jax.executor.decode_rows import DecodeRows
 from paged_jax.executor.interface import StepResult
-from paged_jax.executor.logprobs import SCORE_ROWS, prompt_logprobs, sampled_logprobs
+from paged_jax.executor.logprobs import SCORE_ROWS, prompt_logprobs
+from paged_jax.executor.pending import Pending
 from paged_jax.executor.prefill_arrays import PrefillArrays, PrefillShape, prefill_arrays
 from paged_jax.executor.sampling_rows import needs_history, sampling_batch, sampling_rows
 from paged_jax.kv_cache import PagedKVCache
@@ -66,7 +68,11 @@ class JaxExecutor:
         self.num_prefill_tokens = 0  # prefill tokens computed, padding included
 
     def execute(self, batch: ScheduledBatch) -> StepResult:
-        """Prepare all arrays, dispatch the steps, then wait for their tokens."""
+        """Run an iteration and wait for its tokens."""
+        return self.dispatch(batch).result()
+
+    def dispatch(self, batch: ScheduledBatch) -> Pending:
+        """Prepare all arrays, then hand the steps to the device, and do not wait for them."""
         config = self._static["config"]
         first_seqs = list(batch.first_sampled())
         if batch.decodes:
@@ -89,6 +95,7 @@ class JaxExecutor:
 
         start = time.perf_counter()
         steps: list[tuple[list[Sequence], Sampled]] = []
+        last = None
         if batch.copies:
             self.cache = copy_step(self.cache, *copies)
             self._memory.take_copies()
@@ -102,16 +109,31 @@ class JaxExecutor:
             if first_seqs:
                 sampled = head_step(self.params, last, *head_rows, config=config)
                 steps.append((first_seqs, sampled))
-            else:
-                last.block_until_ready()
-        score = partial(score_step, self.params, config=config)
-        scored = prompt_logprobs(batch.prefills, hidden, score) if scores else []
-        tokens: list[int] = []
-        logprobs: list[TokenLogprobs | None] = []
-        for seqs, sampled in steps:
-            tokens += np.asarray(sampled.tokens)[: len(seqs)].tolist()
-            logprobs += sampled_logprobs(seqs, sampled)
-        return StepResult(tokens, logprobs, time.perf_counter() - start, scored)
+
+        def score() -> list[list[TokenLogprobs]]:
+            step = partial(score_step, self.params, config=config)
+            return prompt_logprobs(batch.prefills, hidden, step) if scores else []
+
+        return Pending(steps, last, score, start_s=start)
+
+    @property
+    def cache_is_lost(self) -> bool:
+        """Whether a step that failed has taken the cache with it: donated, or not computed."""
+        leaves = jax.tree.leaves(self.cache)
+        if any(leaf.is_deleted() for leaf in leaves):
+            return True
+        try:
+            jax.block_until_ready(leaves)
+        except jax.errors.JaxRuntimeError:
+            return True
+        return False
+
+    def reset_cache(self) -> None:
+        """Start again with an empty cache of the same shape."""
+        # The old one goes first: there may be no room for both.
+        self.cache = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), self.cache)
+        self.cache = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), self.cache)
+        self._rows.forget()
 
     def _require(self, step: str, bucket: int) -> None:
         if self.warm_up is not None:
