@@ -139,9 +139,6 @@ class Request:
     seed: int
     priority: int = 0
     deadline_s: float | None = None
-    priority: int = 0  # lower goes first
-    deadline_s: float | None = None  # on the same clock; it ends then, whatever it has
-    error: str | None = field(init=False, default=None)  # why it has failed
     sequences: list[Sequence] = field(init=False, repr=False)
     beam_search: BeamSearch | None = field(init=False, default=None, repr=False)
     # Leading prompt tokens that were in the cache when it was first admitted; None before.
