@@ -130,7 +130,7 @@ def test_beams_share_what_they_have_in_common_and_the_dead_hold_nothing(engine, 
     memory, num_shared = engine.core.scheduler.memory, 0
     while engine.has_work:
         engine.step()
-        live = engine.core.scheduler._decoding
+        live = engine.core.scheduler.queues.decoding
         if len(live) != 4:
             continue
         tables = [memory.block_table(seq.seq_id) for seq in live]

@@ -1,4 +1,4 @@
-"""What iterations cost, learnt from those that were executed: seconds on whatever clock ran them."""
+"""What iterations cost, in seconds, learnt from those that were executed."""
 
 from collections import deque
 from statistics import median

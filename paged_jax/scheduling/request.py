@@ -2,6 +2,7 @@
 
 import enum
 import itertools
+from collections.abc import Hashable
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -39,6 +40,7 @@ class Sequence:
         "finish_reason",  # FinishReason | None
         "index",  # which of the request's sequences
         "is_beam",
+        "is_prefilling",  # whether it runs, or did, with more than its newest token to compute
         "max_num_tokens",  # length at which it ends, prompt included
         "min_num_tokens",  # length below which no token ends it, prompt included
         "num_computed_tokens",  # tokens whose keys and values are in the cache
@@ -66,6 +68,7 @@ class Sequence:
         self.cumulative_logprob = 0.0
         self.candidates: tuple[tuple[int, float], ...] | None = None  # (token, log-probability)
         self.status = SequenceStatus.WAITING
+        self.is_prefilling = False
         self.finish_reason: FinishReason | None = None
         self.stop_reason: int | str | None = None
         self.end_token_ids = frozenset(params.stop_token_ids)
@@ -146,6 +149,8 @@ class Request:
     # Its place in the order in which requests are served, and preempted from the end of; lower goes
     # first. Fixed when it is added.
     rank: tuple[PolicyKey, int] = field(init=False, repr=False, default=(0.0, 0))
+    # Only those of equal salts find each other's blocks in the prefix cache.
+    salt: Hashable = field(init=False, repr=False, default=None)
     num_preemptions: int = field(init=False, default=0)  # its sequences together count as one
     error: str | None = field(init=False, default=None)  # why it failed
     # Of the prompt's tokens from the second on, as far as they are computed, where asked for.
