@@ -33,7 +33,12 @@ class Admission:
         self._max_num_seqs = max_num_seqs
         self._watermark_blocks = watermark_blocks
 
-    def resume(self) -> list[Sequence]:
+    @property
+    def is_open(self) -> bool:
+        """Whether the policy lets anybody in beside those who run now."""
+        return self._policy.may_admit(self._queues.num_running)
+
+    def resume(self, *, is_open: bool) -> list[Sequence]:
         """Swap in those that are next; returns them. Each has a free block to grow into."""
         queues, resumed = self._queues, []
         while queues.next_is_swapped:
@@ -42,7 +47,7 @@ class Admission:
             num_places = sum(seq.num_places for seq in group)
             if queues.num_taken_places + num_places > self._max_num_seqs:
                 break
-            if not self._policy.may_admit(queues.num_running) and not _runs(request):
+            if not is_open and not _runs(request):
                 break
             if self._memory.swap_in(
                 [seq.seq_id for seq in group],
@@ -60,12 +65,11 @@ class Admission:
                 break
         return resumed
 
-    def admit(self, plan: PrefillPlan) -> None:
+    def admit(self, plan: PrefillPlan, *, is_open: bool) -> None:
         """Start to prefill those that are next, as far as the plan and the memory have room."""
         queues, waiting = self._queues, self._queues.waiting
         if not waiting:
             return
-        may_admit = self._policy.may_admit(queues.num_running)
         num_taken = queues.num_taken_places
         at = 0
         while at < len(waiting) and (plan.has_room or self._policy.admits_batches):
@@ -73,7 +77,7 @@ class Admission:
             request = seq.request
             if num_taken + seq.num_places > self._max_num_seqs or queues.next_is_swapped:
                 return
-            if not may_admit and not _runs(request):
+            if not is_open and not _runs(request):
                 return
             # It waits for a sibling, to share what that computes.
             if any(other.request is request for other in queues.prefilling):

@@ -5,12 +5,13 @@
         def key(self, request):
             return -len(request.prompt_token_ids)
 
-A request's key is asked for once, when it is added. Nobody starves under a policy if only finitely
-many requests can ever come to stand before any given one. That is so where the key grows with the
-time of arrival, as it does here: it is a date to be served by, and those whose turn comes later
-never get in front by waiting less. (The policy of the example starves short prompts.) A term that
-is subtracted from a waiting request's key as time passes, which is what ageing is, would be the
-same for all requests at any time, and so would not change their order: none is needed.
+A request's key is asked for once, when it is added. Nobody starves if only finitely many requests
+can ever come to stand before any given one. So it is where the key is a date to be served by: the
+time of arrival, plus something bounded. That is ageing: what a waiting request gains on a new one
+with each second is the new one's later arrival. (The policy of the example starves short prompts.)
+
+Requests that run are not stopped for one that goes first: it is the next to be admitted, and the
+last to be preempted.
 """
 
 from abc import ABC, abstractmethod

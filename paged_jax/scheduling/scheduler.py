@@ -31,6 +31,7 @@ import collections.abc
 from paged_jax.memory.interface import MemoryManager
 from paged_jax.memory.usage import MemoryUsage
 from paged_jax.scheduling.admission import Admission
+from paged_jax.scheduling.ahead import decodes_after
 from paged_jax.scheduling.batch import ScheduledBatch
 from paged_jax.scheduling.chunking import PrefillBudget, PrefillPlan
 from paged_jax.scheduling.ending import Unfinished
@@ -167,39 +168,74 @@ class Scheduler:
 
     def schedule(self) -> ScheduledBatch:
         """Plan an iteration and allocate its slots; not empty while there is work."""
-        queues = self.queues
+        queues, admission = self.queues, self._admission
         preempted = self._grow_decoding()
-        resumed = [] if preempted else self._resume(preempted)
+        is_open = admission.is_open
+        resumed = [] if preempted else self._resume(preempted, is_open)
         decodes = self._decodes()
-        plan = PrefillPlan(
-            self._prefill_budget.beside(len(decodes)),
-            self.max_prefill_seqs,
-            is_chunked=self.enable_chunked_prefill,
-        )
-        # Those whose chunk the last iteration cut short, or left out.
-        for seq in queues.prefilling:
-            if plan.has_room:
-                plan.add(seq)
+        plan = self._plan_prefills(len(decodes), {})
         # Who has just been preempted might be the first to come in, only to be thrown out again.
         if not preempted:
-            self._admission.admit(plan)
+            admission.admit(plan, is_open=is_open)
         while self.has_work and not decodes and not plan.chunks:
             # Only beams run, if any, that wait for others of their search.
             if queues.decoding:
                 preempted += self._preemption.start_again(queues.decoding[-1].request)
-            was_idle = not queues.num_running
-            resumed += self._resume(preempted)
+            was_idle, is_open = not queues.num_running, admission.is_open
+            resumed += self._resume(preempted, is_open)
             decodes = self._decodes()
-            self._admission.admit(plan)
+            plan = self._empty_plan(len(decodes))
+            admission.admit(plan, is_open=is_open)
             if was_idle and not queues.num_running:
+                left_out = (queues.waiting or queues.swapped)[0]
                 raise RuntimeError(
-                    f"nothing runs, and still {queues.waiting[0]!r} does not fit: the memory "
-                    "manager has promised more than it has"
+                    f"nothing runs, and still {left_out!r} is not admitted: either the memory "
+                    "manager or the policy keeps it out for ever"
                 )
+        return self._batch(decodes, plan, preempted, resumed)
+
+    def schedule_ahead(self, batch: ScheduledBatch) -> ScheduledBatch | None:
+        """Plan the iteration after `batch`, which has been planned last and is not updated yet.
+
+        Each sequence that `batch` samples has one token more when it decodes, and one that has
+        ended by then is passed over by the update. None if the plan has to wait for the tokens, or
+        if nothing would be left to do; call `schedule` when they are there. No other iteration may
+        be planned before `batch` is updated.
+        """
+        decodes = decodes_after(batch, self.queues, self.memory)
+        if decodes is None:
+            return None
+        in_flight = {chunk.seq.seq_id: chunk.num_tokens for chunk in batch.prefills}
+        plan = self._plan_prefills(len(decodes), in_flight)
+        self._admission.admit(plan)
+        return self._batch(decodes, plan, [], []) if decodes or plan.chunks else None
+
+    def _plan_prefills(self, num_decodes: int, in_flight: dict[int, int]) -> PrefillPlan:
+        """Go on with those whose chunk the last iteration cut short, or left out.
+
+        `in_flight`: by sequence id, tokens whose computation is under way.
+        """
+        plan = PrefillPlan(
+            self._prefill_budget.beside(num_decodes),
+            self.max_prefill_seqs,
+            is_chunked=self.enable_chunked_prefill,
+        )
+        for seq in self.queues.prefilling:
+            if plan.has_room:
+                plan.add(seq, in_flight.get(seq.seq_id, 0))
+        return plan
+
+    def _batch(
+        self,
+        decodes: list[Sequence],
+        plan: PrefillPlan,
+        preempted: list[Sequence],
+        resumed: list[Sequence],
+    ) -> ScheduledBatch:
         prefills = plan.chunks
         fit_to_sizes(prefills, self._prefill_sizes)
         if prefills:
-            add_forks(prefills, self.memory, self.max_num_seqs - queues.num_taken_places)
+            add_forks(prefills, self.memory, self.max_num_seqs - self.queues.num_taken_places)
         swaps = self.memory.pending_swaps()
         return ScheduledBatch(
             prefills,
@@ -215,9 +251,16 @@ class Scheduler:
         """Those who decode, but for beams that wait for others."""
         return [seq for seq in self.queues.decoding if seq.candidates is None]
 
-    def _resume(self, preempted: list[Sequence]) -> list[Sequence]:
+    def _empty_plan(self, num_decodes: int) -> PrefillPlan:
+        return PrefillPlan(
+            self._prefill_budget.beside(num_decodes),
+            self.max_prefill_seqs,
+            is_chunked=self.enable_chunked_prefill,
+        )
+
+    def _resume(self, preempted: list[Sequence], is_open: bool) -> list[Sequence]:
         """Swap in whoever is next, with slots for their decodes."""
-        resumed = self._admission.resume() if self.queues.swapped else []
+        resumed = self._admission.resume(is_open=is_open) if self.queues.swapped else []
         if resumed:
             preempted += self._grow_decoding()
         return resumed
