@@ -24,10 +24,15 @@ class PrefillPlan:
     def has_room(self) -> bool:
         return self.budget > 0 and len(self.chunks) < self._max_chunks
 
-    def add(self, seq: Sequence) -> None:
-        """Plan as much of the sequence's prefill as there is room for."""
-        start = seq.num_computed_tokens
+    def add(self, seq: Sequence, num_in_flight: int = 0) -> None:
+        """Plan as much of the sequence's prefill as there is room for.
+
+        `num_in_flight`: tokens beyond those computed whose computation is under way.
+        """
+        start = seq.num_computed_tokens + num_in_flight
         num_tokens = len(seq.token_ids) - start
+        if not num_tokens:
+            return
         if num_tokens > self.budget:
             if not self._is_chunked:
                 self.budget = 0  # nobody goes before it

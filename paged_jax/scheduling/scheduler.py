@@ -184,7 +184,7 @@ class Scheduler:
             was_idle, is_open = not queues.num_running, admission.is_open
             resumed += self._resume(preempted, is_open)
             decodes = self._decodes()
-            plan = self._empty_plan(len(decodes))
+            plan = self._plan_prefills(len(decodes), {})
             admission.admit(plan, is_open=is_open)
             if was_idle and not queues.num_running:
                 left_out = (queues.waiting or queues.swapped)[0]
@@ -207,7 +207,7 @@ class Scheduler:
             return None
         in_flight = {chunk.seq.seq_id: chunk.num_tokens for chunk in batch.prefills}
         plan = self._plan_prefills(len(decodes), in_flight)
-        self._admission.admit(plan)
+        self._admission.admit(plan, is_open=self._admission.is_open)
         return self._batch(decodes, plan, [], []) if decodes or plan.chunks else None
 
     def _plan_prefills(self, num_decodes: int, in_flight: dict[int, int]) -> PrefillPlan:
@@ -215,11 +215,7 @@ class Scheduler:
 
         `in_flight`: by sequence id, tokens whose computation is under way.
         """
-        plan = PrefillPlan(
-            self._prefill_budget.beside(num_decodes),
-            self.max_prefill_seqs,
-            is_chunked=self.enable_chunked_prefill,
-        )
+        plan = self._empty_plan(num_decodes)
         for seq in self.queues.prefilling:
             if plan.has_room:
                 plan.add(seq, in_flight.get(seq.seq_id, 0))
@@ -250,13 +246,6 @@ class Scheduler:
     def _decodes(self) -> list[Sequence]:
         """Those who decode, but for beams that wait for others."""
         return [seq for seq in self.queues.decoding if seq.candidates is None]
-
-    def _empty_plan(self, num_decodes: int) -> PrefillPlan:
-        return PrefillPlan(
-            self._prefill_budget.beside(num_decodes),
-            self.max_prefill_seqs,
-            is_chunked=self.enable_chunked_prefill,
-        )
 
     def _resume(self, preempted: list[Sequence], is_open: bool) -> list[Sequence]:
         """Swap in whoever is next, with slots for their decodes."""
