@@ -29,10 +29,12 @@ class Loop:
             warm_up=False,
         )
         self.scheduler, self.executor = self.engine.core.scheduler, self.engine.executor
+        self.names: list[str] = []
 
     def add(self, name: str, prompt: str, **params):
         request = Request(name, tuple(prompt.encode()), SamplingParams(**GREEDY | params), 0.0, 0)
         self.scheduler.add(request)
+        self.names.append(name)
         return request.sequences[0]
 
     def step(self):
@@ -52,7 +54,7 @@ class Loop:
 def loop(tiny_model):
     loop = Loop(tiny_model)
     yield loop
-    for name in list(loop.scheduler._requests):
+    for name in loop.names:
         loop.scheduler.abort(name)
 
 

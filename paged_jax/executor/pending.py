@@ -14,7 +14,11 @@ from paged_jax.scheduling.request import Sequence
 
 
 class Pending:
-    """Steps in flight; the host is free until it asks for their `result`."""
+    """Steps in flight; the host is free until it asks for their `result`.
+
+    The device works on one iteration after the other: the time of one that was dispatched `after`
+    another counts from when that one's tokens were back.
+    """
 
     def __init__(
         self,
@@ -23,11 +27,14 @@ class Pending:
         score: Callable[[], list[list[TokenLogprobs]]],  # of the prompts' own tokens
         *,
         start_s: float,  # when the first step was dispatched, by `time.perf_counter`
+        after: "Pending | None" = None,
     ):
         self.steps = steps
         self._last = last
         self._score = score
         self._start_s = start_s
+        self._after = after
+        self._end_s = start_s
         for _, sampled in steps:
             for array in (sampled.tokens, sampled.is_finite):
                 array.copy_to_host_async()
@@ -45,4 +52,9 @@ class Pending:
             failed += (np.flatnonzero(~is_finite) + len(tokens)).tolist()
             tokens += np.asarray(sampled.tokens)[: len(seqs)].tolist()
             logprobs += sampled_logprobs(seqs, sampled)
-        return StepResult(tokens, logprobs, time.perf_counter() - self._start_s, scored, failed)
+        self._end_s = time.perf_counter()
+        start_s = self._start_s
+        if self._after is not None:
+            start_s = max(start_s, self._after._end_s)
+            self._after = None  # which keeps its own arrays
+        return StepResult(tokens, logprobs, self._end_s - start_s, scored, failed)
