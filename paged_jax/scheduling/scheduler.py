@@ -215,7 +215,11 @@ class Scheduler:
 
         `in_flight`: by sequence id, tokens whose computation is under way.
         """
-        plan = self._empty_plan(num_decodes)
+        plan = PrefillPlan(
+            self._prefill_budget.beside(num_decodes),
+            self.max_prefill_seqs,
+            is_chunked=self.enable_chunked_prefill,
+        )
         for seq in self.queues.prefilling:
             if plan.has_room:
                 plan.add(seq, in_flight.get(seq.seq_id, 0))
