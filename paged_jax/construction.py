@@ -6,6 +6,7 @@ from paged_jax.executor.buckets import prefill_buckets
 from paged_jax.executor.jax_executor import JaxExecutor
 from paged_jax.limits import Limits
 from paged_jax.memory.block_manager import BlockManager
+from paged_jax.memory.interface import MemoryManager
 from paged_jax.models.config import ModelConfig
 from paged_jax.scheduling.scheduler import Scheduler
 
@@ -16,14 +17,11 @@ def build(
     attention: AttentionChoice,
     *,
     num_blocks: int,
+    num_swap_blocks: int,
     max_model_len: int,
-    watermark: float,
-    enable_prefix_caching: bool,
 ) -> tuple[Scheduler, JaxExecutor]:
     """An idle scheduler and an executor without parameters; names as in `paged_jax.Engine`."""
-    memory = BlockManager(
-        num_blocks + 1, limits.block_size, enable_prefix_caching=enable_prefix_caching
-    )
+    memory = memory_manager(limits, num_blocks, num_swap_blocks)
     cache = kv_cache.create(
         num_layers=config.num_layers,
         num_blocks=num_blocks + 1,
@@ -40,9 +38,14 @@ def build(
         max_model_len=max_model_len,
         max_prefill_seqs=limits.max_prefill_seqs,
         eos_token_ids=config.eos_token_ids,
-        watermark=watermark,
+        watermark=limits.watermark,
         prefill_sizes=buckets,
-        enable_prefix_caching=enable_prefix_caching,
+        enable_prefix_caching=limits.enable_prefix_caching,
+        policy=limits.scheduling_policy,
+        preemption_mode=limits.preemption_mode,
+        enable_chunked_prefill=limits.enable_chunked_prefill,
+        target_inter_token_s=limits.target_inter_token_s,
+        max_num_waiting=limits.max_num_waiting,
     )
     executor = JaxExecutor(
         config,
@@ -55,3 +58,13 @@ def build(
         max_model_len=max_model_len,
     )
     return scheduler, executor
+
+
+def memory_manager(limits: Limits, num_blocks: int, num_swap_blocks: int) -> MemoryManager:
+    """An empty one of ``num_blocks`` blocks, the null block not counted."""
+    return BlockManager(
+        num_blocks + 1,
+        limits.block_size,
+        enable_prefix_caching=limits.enable_prefix_caching,
+        num_swap_blocks=num_swap_blocks,
+    )

@@ -79,3 +79,4 @@ def engine(engine_with) -> Iterator["Engine"]:
     finally:  # other tests go on
         for request_id in engine._delivery.request_ids:
             engine.abort(request_id)
+        engine.step()
