@@ -173,8 +173,7 @@ class EngineCore:
                 return batch, usage, self.executor.execute(batch)
             except BaseException as error:
                 recover(self.scheduler, self.executor)
-                now = self.clock()
-                self._tell(lambda observer, now=now: observer.on_recovery(now))
+                self._tell(lambda observer: observer.on_recovery(self.clock()))
                 if not isinstance(error, Exception):
                     raise
                 if is_again:
