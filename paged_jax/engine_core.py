@@ -155,6 +155,7 @@ class EngineCore:
             batch = ScheduledBatch([], [], batch.preempted)
             result = StepResult([], [], 0.0)
         else:
+            self.scheduler.estimates.observe(batch, result)
             failed = self._fail_rows(batch, result)
         finished = self.scheduler.update(
             batch, result.tokens, result.logprobs, result.prompt_logprobs
