@@ -67,6 +67,8 @@ class Engine:
     swap_space_blocks: blocks of host memory to swap to; None: see `pool_size.num_swap_blocks`.
     target_inter_token_s: seconds between two tokens of a running request, for which prefill is held
         back; None: as long as an iteration of max_num_batched_tokens takes.
+    pipelined: plan an iteration while the device runs the one before, where its tokens do not
+        matter for that (`paged_jax.pipelining`). Outputs do not depend on it.
     dtype: of weights and cache; "auto": float32 on a CPU, bfloat16 on a GPU.
     attention, prefill_attention: an implementation of `pallas_kernels.paged_attention` for either
         step, by name, or "auto"; kv_write: likewise, of `pallas_kernels.kv_write`.
@@ -98,6 +100,7 @@ class Engine:
         preemption_mode: PreemptionMode = "auto",
         swap_space_blocks: int | None = None,
         target_inter_token_s: float | None = None,
+        pipelined: bool = False,
         dtype: str = "auto",
         attention: str = "auto",
         prefill_attention: str = "auto",
@@ -181,6 +184,7 @@ class Engine:
             self.executor,
             on_iteration=on_iteration,
             observers=[self.metrics_observer],
+            is_pipelined=pipelined,
         )
         self._delivery = Delivery(self.core, self.tokenizer)
         self._numbers = itertools.count()

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from paged_jax.executor.interface import Executor, StepResult
 from paged_jax.memory.usage import MemoryUsage
 from paged_jax.outputs import RequestOutput, error_text
+from paged_jax.pipelining import Flight, Pipeline, live_rows
 from paged_jax.recovery import recover, requests_of
 from paged_jax.scheduling.batch import ScheduledBatch
 from paged_jax.scheduling.request import Request, Sequence
@@ -20,8 +21,8 @@ class IterationStats:
     """One iteration, as a researcher wants to plot it. Times in seconds."""
 
     index: int
-    start_s: float
-    wall_s: float  # from schedule to the last output handed over
+    start_s: float  # if planned ahead, when the tokens of the iteration before were there
+    wall_s: float  # from then until the next one starts, or the last output is handed over
     device_s: float  # of which from the first dispatch until the tokens were back
     num_decodes: int
     num_prefill_tokens: int
@@ -40,13 +41,16 @@ class IterationStats:
     num_free_blocks: int = 0  # after the iteration, cached ones included
     num_cached_blocks: int = 0
     num_used_swap_blocks: int = 0
+    is_ahead: bool = False  # whether it was planned while the iteration before it ran
 
 
 @dataclass(frozen=True, slots=True)
 class Iteration:
     """What one turn of the loop did; ``sampled`` are the sequences that `result` has tokens for.
 
-    None are if its step has failed for good: the batch computes nothing then.
+    Those of the batch's that had ended before are left out: what was computed for them was planned
+    ahead of their last token. None are there if its step has failed for good: the batch computes
+    nothing then.
     """
 
     batch: ScheduledBatch
@@ -57,6 +61,7 @@ class Iteration:
     start_s: float
     end_s: float  # when its tokens were there
     failed: list[Request] = field(default_factory=list)  # each with its `error`
+    is_ahead: bool = False  # whether it was planned while the one before it ran
 
 
 class Observer:
@@ -92,7 +97,8 @@ class EngineCore:
     """Drives one scheduler and one executor.
 
     `observers` see all that happens; `on_iteration` is a function that only gets the statistics of
-    every turn.
+    every turn. If ``is_pipelined``, iterations are planned and dispatched before the tokens of the
+    one before are there, where that makes no difference; the executor has `dispatch` then.
     """
 
     def __init__(
@@ -103,6 +109,7 @@ class EngineCore:
         clock: Callable[[], float] = time.perf_counter,
         on_iteration: Callable[[IterationStats], None] | None = None,
         observers: Iterable[Observer] = (),
+        is_pipelined: bool = False,
     ):
         self.scheduler = scheduler
         self.executor = executor
@@ -110,6 +117,7 @@ class EngineCore:
         self.on_iteration = on_iteration
         self.observers = list(observers)
         self.num_iterations = 0
+        self._pipeline = Pipeline(scheduler, executor, clock, is_pipelined=is_pipelined)
 
     def add(self, request: Request) -> None:
         """Queue a request; ValueError as `Scheduler.add`."""
@@ -147,38 +155,43 @@ class EngineCore:
         finite ends alone. What does not derive from `Exception`, as Ctrl-C does not, is raised, and
         nothing is lost by it.
         """
-        start = self.clock()
-        batch, usage, result = self._execute()
-        end = self.clock()
+        flight, usage, result = self._execute()
+        end, batch = self.clock(), flight.batch
         if isinstance(result, Exception):
             failed = self._fail_step(batch, error_text(result))
             batch = ScheduledBatch([], [], batch.preempted)
-            result = StepResult([], [], 0.0)
+            result = taken = StepResult([], [], 0.0)
+            sampled: list[Sequence] = []
         else:
             self.scheduler.estimates.observe(batch, result)
-            failed = self._fail_rows(batch, result)
+            sampled, taken = live_rows(batch, result)
+            failed = self._fail_rows(sampled, taken)
         finished = self.scheduler.update(
             batch, result.tokens, result.logprobs, result.prompt_logprobs
         )
-        iteration = Iteration(batch, batch.sampled, result, finished, usage, start, end, failed)
+        start = flight.start_s
+        iteration = Iteration(
+            batch, sampled, taken, finished, usage, start, end, failed, flight.is_ahead
+        )
         self._tell(lambda observer: observer.on_step(iteration))
         return iteration
 
-    def _execute(self) -> tuple[ScheduledBatch, MemoryUsage | None, StepResult | Exception]:
+    def _execute(self) -> tuple[Flight, MemoryUsage | None, StepResult | Exception]:
         """Plan an iteration and run it, or get what it raised for the second time."""
         is_again = False
         while True:
-            batch = self.scheduler.schedule()
+            flight = self._pipeline.take()
             usage = self.scheduler.memory_usage() if self._wants_stats else None
             try:
-                return batch, usage, self.executor.execute(batch)
+                return flight, usage, self._pipeline.run(flight)
             except BaseException as error:
+                self._pipeline.clear()
                 recover(self.scheduler, self.executor)
                 self._tell(lambda observer: observer.on_recovery(self.clock()))
                 if not isinstance(error, Exception):
                     raise
                 if is_again:
-                    return batch, usage, error
+                    return flight, usage, error
                 is_again = True
                 _warn(f"a step has failed and is planned again: {error_text(error)}")
 
@@ -190,11 +203,8 @@ class EngineCore:
             self.scheduler.fail(request.request_id, f"its step failed twice: {reason}")
         return failed
 
-    def _fail_rows(self, batch: ScheduledBatch, result: StepResult) -> list[Request]:
+    def _fail_rows(self, sampled: list[Sequence], result: StepResult) -> list[Request]:
         """End the requests of rows that are not finite, before they get a token; returns them."""
-        if not result.failed:
-            return []
-        sampled = batch.sampled
         failed = {}
         for seq in (sampled[index] for index in result.failed):
             request = failed[seq.request.request_id] = seq.request
@@ -220,10 +230,12 @@ class EngineCore:
         if iteration.usage is None:
             return
         batch, memory = iteration.batch, self.scheduler.memory
+        # What an iteration that was planned ahead takes counts from when its predecessor ended.
+        end_s = iteration.end_s if self._pipeline.has_next else self.clock()
         stats = IterationStats(
             index=index,
             start_s=iteration.start_s,
-            wall_s=self.clock() - iteration.start_s,
+            wall_s=end_s - iteration.start_s,
             device_s=iteration.result.device_s,
             num_decodes=len(batch.decodes),
             num_prefill_tokens=batch.num_prefill_tokens,
@@ -242,6 +254,7 @@ class EngineCore:
             num_free_blocks=memory.num_free_blocks,
             num_cached_blocks=memory.num_cached_blocks,
             num_used_swap_blocks=memory.num_swap_blocks - memory.num_free_swap_blocks,
+            is_ahead=iteration.is_ahead,
         )
         if self.on_iteration is not None:
             try:
