@@ -92,6 +92,9 @@ class Observer:
     def on_iteration(self, stats: IterationStats) -> None:
         """An iteration is over and its outputs are handed over."""
 
+    def close(self) -> None:
+        """There is no more to see."""
+
 
 class EngineCore:
     """Drives one scheduler and one executor.

@@ -1,8 +1,8 @@
 """The timeline of an engine: its iterations, what they did, and the phases of each request.
 
-    engine.core.observers.append(trace := ChromeTrace("trace.json", engine.core))
-    ...
-    trace.close()  # then open trace.json in https://ui.perfetto.dev
+    with watch(engine.core, ChromeTrace("trace.json", engine.core)):
+        ...
+    # then open trace.json in https://ui.perfetto.dev
 
 Tracks of the engine: iterations, with the host's part before and the device's part in them;
 prefill, decode and swaps, each drawn over the device's part of the iterations that have any, as
