@@ -8,31 +8,28 @@ Names follow vLLM's where the same thing exists there.
 """
 
 import itertools
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
 import jax
 import numpy as np
-from tqdm import tqdm
 
-from paged_jax import pool_size
 from paged_jax.attention_choice import choose_attention
 from paged_jax.compilation import use_persistent_cache
-from paged_jax.construction import build
+from paged_jax.completion import complete
+from paged_jax.construction import build, device_params
 from paged_jax.delivery import Delivery
 from paged_jax.engine_core import EngineCore, IterationStats
 from paged_jax.limits import Limits, integer
 from paged_jax.loading import LoadedModel, load_config, load_model
-from paged_jax.loading.arrays import weight_dtype
 from paged_jax.memory.stats import SharingStats
-from paged_jax.models.split import nest
 from paged_jax.observability.metrics import Metrics
 from paged_jax.output_stream import OutputStream
 from paged_jax.outputs import RequestOutput
 from paged_jax.prompts import Prompt, encode, is_chat, is_single_prompt
 from paged_jax.request_checks import check_call, check_request
+from paged_jax.scheduling.fitting import QueueFull
 from paged_jax.scheduling.preemption import PreemptionMode
 from paged_jax.scheduling.request import Request
 from paged_jax.scheduling.sampling_params import SamplingParams
@@ -152,28 +149,14 @@ class Engine:
             interpret=interpret_kernels,
         )
         self.attention = choice.attention
-        self.num_blocks = pool_size.num_blocks(
-            self.config, limits, self.max_model_len, cache_head_size=choice.cache_head_size
-        )
-        self.num_swap_blocks = pool_size.num_swap_blocks(
-            self.config, limits, self.num_blocks, cache_head_size=choice.cache_head_size
-        )
-        scheduler, self.executor = build(
-            self.config,
-            limits,
-            choice,
-            num_blocks=self.num_blocks,
-            num_swap_blocks=self.num_swap_blocks,
-            max_model_len=self.max_model_len,
-        )
+        scheduler, self.executor = build(self.config, limits, choice, self.max_model_len)
+        self.num_blocks = scheduler.memory.num_total_blocks
+        self.num_swap_blocks = scheduler.memory.num_swap_blocks
         if warm_up and not interpret_kernels:
             self.executor.warm_up = WarmUp(self.executor.lowerings())
         try:
             loaded = model if isinstance(model, LoadedModel) else load_model(model, self.dtype)
-            kind = weight_dtype(self.dtype)
-            self.executor.params = nest(
-                {n: jax.device_put(x.astype(kind, copy=False)) for n, x in loaded.weights.items()}
-            )
+            self.executor.params = device_params(loaded, self.dtype)
         except BaseException:
             self.close()
             raise
@@ -226,8 +209,9 @@ class Engine:
                 try:
                     ids.append(self.add_request(None, prompt, prompt_params))
                 except ValueError as error:
-                    raise ValueError(f"prompt {i}: {error}") from None
-            return self._run(ids, progress)
+                    kind = QueueFull if isinstance(error, QueueFull) else ValueError
+                    raise kind(f"prompt {i}: {error}") from None
+            return complete(ids, self._delivery, self._advance, progress=progress)
         except BaseException:
             for request_id in ids:
                 self.abort(request_id)
@@ -373,23 +357,3 @@ class Engine:
     def sharing_stats(self) -> SharingStats:
         """Hits of the prefix cache, evictions, forks and copies since the engine was made."""
         return replace(self.core.scheduler.memory.stats)
-
-    def _run(self, ids: list[str], progress: bool) -> list[RequestOutput]:
-        """Step until all of these have ended."""
-        mailbox = self._delivery.open_mailbox(ids)
-        done: dict[str, RequestOutput] = {}
-        num_tokens, start = 0, time.perf_counter()
-        try:
-            with tqdm(total=len(ids), unit="request", disable=not progress) as bar:
-                while len(done) < len(ids):
-                    self._advance()
-                    while mailbox:
-                        output = mailbox.popleft()
-                        done[output.request_id] = output
-                        num_tokens += sum(len(out.token_ids) for out in output.outputs)
-                        rate = num_tokens / (time.perf_counter() - start)
-                        bar.set_postfix_str(f"{rate:.0f} tokens/s")
-                        bar.update()
-        finally:
-            self._delivery.close_mailbox(ids)
-        return [done[request_id] for request_id in ids]
