@@ -70,11 +70,12 @@ class JaxExecutor:
         self._max_prefill_seqs = max_prefill_seqs
         self._max_model_len = max_model_len
         self._rows = DecodeRows(memory, max_num_seqs=max_num_seqs, max_model_len=max_model_len)
-        self._feed = TokenFeed(max_num_seqs, self._require)
         self._swap_pool = SwapPool(cache, memory.num_swap_blocks)
         self._prefill_buckets = prefill_buckets
         # With forks a prefill may start as many sequences as can run.
         self._head_buckets = sorted({1, min(4, max_prefill_seqs), max_prefill_seqs, max_num_seqs})
+        # Room for the tokens of the widest step, whether it decodes or starts sequences.
+        self._feed = TokenFeed(max(self._head_buckets), self._require)
         self._copy_buckets = sorted({min(size, max_num_seqs) for size in (2, 8, max_num_seqs)})
         self.num_padded_tokens = 0  # prefill tokens that were padding, since the start
         self.num_prefill_tokens = 0  # prefill tokens computed, padding included
