@@ -267,7 +267,7 @@ class Scheduler:
             if num_tokens <= seq.num_writable_slots:
                 continue
             while not append(seq.seq_id, num_tokens):
-                preempted += self._preemption.make_room(seq)
+                preempted += self._preemption.make_room()
                 if seq.status is not SequenceStatus.RUNNING:
                     break
             else:
