@@ -118,6 +118,9 @@ class JaxExecutor:
         if batch.copies:
             copies = self._copy_arrays(batch.copies)
             self._require("copy", len(copies[0]))
+        for step, moves in (("read", batch.swap_outs), ("write", batch.swap_ins)):
+            for blocks, _ in self._swap_pool.parts(moves):
+                self._require(step, len(blocks))
 
         start = time.perf_counter()
         if swaps:
@@ -151,11 +154,9 @@ class JaxExecutor:
         """Move blocks to host memory, then others from there, and wait until they are."""
         pool = self._swap_pool
         for blocks, hosts in pool.parts(batch.swap_outs):
-            self._require("read", len(blocks))
             pool.put(hosts, read_step(self.cache, blocks))
         self._memory.take_swap_outs()
         for blocks, hosts in pool.parts([(block, host) for host, block in batch.swap_ins]):
-            self._require("write", len(blocks))
             self.cache = write_step(self.cache, pool.get(hosts, len(blocks)), blocks)
         jax.block_until_ready(jax.tree.leaves(self.cache))
         self._memory.take_swaps()
