@@ -160,6 +160,7 @@ class EngineCore:
         """
         flight, usage, result = self._execute()
         end, batch = self.clock(), flight.batch
+        self._pipeline.note_end(end)
         if isinstance(result, Exception):
             failed = self._fail_step(batch, error_text(result))
             batch = ScheduledBatch([], [], batch.preempted)

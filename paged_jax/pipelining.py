@@ -87,10 +87,12 @@ class Pipeline:
                 self._next.pending = executor.dispatch(batch, after=flight.pending)
             except Exception as error:
                 self._next.error = error  # when its turn comes: the one before may yet succeed
-        result = flight.pending.result()
+        return flight.pending.result()
+
+    def note_end(self, time_s: float) -> None:
+        """The result has been there since ``time_s``: from then on the device works on the next."""
         if self._next is not None:
-            self._next.start_s = self._clock()  # from here on the device works for it
-        return result
+            self._next.start_s = time_s
 
     def clear(self) -> None:
         """Forget what was planned behind an iteration that failed."""
