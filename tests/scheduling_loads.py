@@ -249,7 +249,6 @@ class Run:
 
     def check_batch(self, batch: ScheduledBatch) -> None:
         limits = self.load.limits
-        in_batch = [*batch.decodes, *(chunk.seq for chunk in batch.prefills)]
         num_prefill_tokens = sum(chunk.num_tokens for chunk in batch.prefills)
         if limits["enable_chunked_prefill"]:
             assert batch.num_tokens <= limits["max_num_batched_tokens"]
@@ -258,7 +257,8 @@ class Run:
             assert all(chunk.completes for chunk in batch.prefills), "a prompt was cut"
         assert len(batch.prefills) <= limits["max_prefill_seqs"]
         assert all(chunk.num_tokens > 0 for chunk in batch.prefills)
-        assert set(batch.preempted).isdisjoint(in_batch)
+        # Who was alone, and has to start again, may do so at once.
+        assert set(batch.preempted).isdisjoint(batch.decodes)
         assert set(batch.resumed).isdisjoint(batch.preempted)
         for seq in batch.preempted:
             self.check_group(seq.request, batch)

@@ -1,10 +1,12 @@
 """Scheduler under random load: everything ends, in order, with the output of an idle machine."""
 
 import random
+from types import SimpleNamespace
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from scheduling_fakes import FakeExecutor, make_request, make_scheduler, outputs
 from scheduling_loads import Run, check_load, random_load
 
 
@@ -44,3 +46,47 @@ def test_a_soak_of_random_loads_sees_preemptions_and_keeps_every_promise():
 def test_the_same_load_gives_the_same_schedule(seed):
     first, second = (Run(random_load(random.Random(seed))).to_end() for _ in range(2))
     assert first.trace == second.trace
+
+
+def test_a_long_overload_with_swaps_ends_with_every_output_complete():
+    """Many requests at once on a pool for a sixth of those that run, all three modes in turn."""
+    rng = random.Random(1)
+    for mode in ("recompute", "swap", "auto"):
+        scheduler = make_scheduler(
+            num_blocks=97,
+            block_size=8,
+            max_num_seqs=32,
+            max_num_batched_tokens=256,
+            max_model_len=200,
+            policy="priority",
+            preemption_mode=mode,
+            num_swap_blocks=60,
+            enable_prefix_caching=True,
+        )
+        executor = FakeExecutor(scheduler.memory)
+        requests = [
+            make_request(
+                str(i),
+                rng.randint(1, 30),
+                seed=i,
+                arrival=float(i),
+                priority=rng.randint(0, 3),
+                max_tokens=rng.randint(1, 100),
+                ignore_eos=True,
+                n=rng.choice([1, 1, 1, 2]),
+            )
+            for i in range(200)
+        ]
+        for request in requests:
+            scheduler.add(request)
+        while scheduler.has_work:
+            batch = scheduler.schedule()
+            sampled = executor.run(batch)
+            seconds = SimpleNamespace(device_s=0.01 * batch.num_tokens, swap_s=0.0)
+            scheduler.estimates.observe(batch, seconds)
+            scheduler.update(batch, sampled)
+        scheduler.memory.check_invariants()
+        assert scheduler.num_preemptions > 50
+        assert (scheduler.num_preemptions_by_swap > 20) == (mode != "recompute")
+        for request in requests:
+            assert {len(tokens) for tokens, _ in outputs(request)} == {request.params.max_tokens}
