@@ -25,7 +25,7 @@ class DeviceFault(RuntimeError):
 
 
 class Faults:
-    """From the `at`-th call of `name` on, `times` calls raise, whichever they are.
+    """From the `at`-th call of `name` on, `times` calls raise: those of `name`, or of anything.
 
     when: "before" a call has done anything, or "after" it has run, so that what it returns is lost,
     and the cache as well if that was donated to it.
@@ -39,19 +39,23 @@ class Faults:
         at: int = 0,
         times: int = 1,
         when: str = "before",
+        anything: bool = True,
         error: type[BaseException] = DeviceFault,
     ):
         self.num_calls: Counter[str] = Counter()
         self.num_raised = 0
-        self._first, self._times, self._when, self._error = (name, at), times, when, error
+        self._name, self._at, self._times = name, at, times
+        self._when, self._anything, self._error = when, anything, error
         for call in CALLS:
             patch.setattr(jax_executor, call, self._wrapped(call, getattr(jax_executor, call)))
 
     def _wrapped(self, name, function):
         def call(*args, **kwargs):
-            is_first = (name, self.num_calls[name]) == self._first
+            is_named = name == self._name
+            is_first = is_named and self.num_calls[name] == self._at
             self.num_calls[name] += 1
-            if self.num_raised < self._times and (is_first or self.num_raised):
+            goes_on = self.num_raised and (is_named or self._anything)
+            if self.num_raised < self._times and (is_first or goes_on):
                 self.num_raised += 1
                 if self._when == "after":
                     function(*args, **kwargs)

@@ -28,10 +28,23 @@ REQUESTS = {
 }
 
 
+# 45 blocks of 4 slots, and as many to swap to.
+LIMITS = {
+    "block_size": 4,
+    "num_blocks": 45,
+    "preemption_mode": "swap",
+    "swap_space_blocks": 45,
+}
+
+
 @pytest.fixture(scope="module")
 def small(engine_with):
-    """45 blocks of 4 slots, and as many to swap to."""
-    return engine_with(block_size=4, num_blocks=45, preemption_mode="swap", swap_space_blocks=45)
+    return engine_with(**LIMITS)
+
+
+@pytest.fixture(scope="module")
+def pipelined(engine_with):
+    return engine_with(**LIMITS, pipelined=True)
 
 
 def add(engine, names=tuple(REQUESTS)) -> None:
@@ -118,14 +131,51 @@ def test_a_lost_cache_is_replaced_and_what_it_held_computed_again(small, wanted,
     assert essences(outputs) == wanted
 
 
-def test_a_step_that_always_raises_ends_every_request_and_nothing_hangs(small, monkeypatch):
-    Faults(monkeypatch, "prefill_step", times=10**6)
+@pytest.mark.parametrize("when", ["before", "after"])
+@pytest.mark.parametrize("name", CALLS)
+def test_a_call_that_always_raises_ends_requests_and_nothing_hangs(
+    small, wanted, monkeypatch, name, when
+):
+    """Whoever ends without it gets all there is."""
+    Faults(monkeypatch, name, times=10**6, anything=False, when=when)
     add(small)
     with pytest.warns(RuntimeWarning, match="a step has failed"):
         outputs = finish(small)
-    assert all("prefill_step is at fault" in output.error for output in outputs.values())
-    assert outputs.keys() == REQUESTS.keys()
     assert_idle(small)
+    failed = {name for name, output in outputs.items() if output.error is not None}
+    if name == "prefill_step":
+        assert failed == REQUESTS.keys()
+    elif when == "after" and name in TAKE_THE_CACHE:
+        assert not failed, "all that the cache held is prefilled, token by token if need be"
+    else:
+        assert failed
+    for request, output in outputs.items():
+        if request in failed:
+            assert f"its step failed twice: DeviceFault: {name} is at fault" == output.error
+        else:
+            assert essence(output) == wanted[request]
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+@pytest.mark.parametrize("name", CALLS)
+def test_a_pipelined_step_that_raises_once_changes_nothing(
+    pipelined, wanted, monkeypatch, name, when
+):
+    """Neither does the iteration that was planned behind it."""
+    num_ahead = 0
+
+    def count(stats):
+        nonlocal num_ahead
+        num_ahead += stats.is_ahead
+
+    monkeypatch.setattr(pipelined.core, "on_iteration", count)
+    Faults(monkeypatch, name, when=when)
+    add(pipelined)
+    with pytest.warns(RuntimeWarning, match="planned again"):
+        outputs = finish(pipelined)
+    assert essences(outputs) == wanted
+    assert num_ahead > 10
+    assert_idle(pipelined)
 
 
 @pytest.mark.parametrize("when", ["before", "after"])
