@@ -88,6 +88,22 @@ def test_the_swapped_decode_in_the_iteration_that_resumes_them():
     assert "c" in names(batch.decodes)
 
 
+def test_as_many_are_resumed_at_once_as_have_blocks_to_grow_into():
+    scheduler = make_scheduler(
+        num_blocks=12, block_size=1, preemption_mode="swap", num_swap_blocks=20
+    )
+    executor = FakeExecutor(scheduler.memory, never_ends)
+    scheduler.add(make_request("a", 3, max_tokens=8))
+    for name in "bcd":
+        scheduler.add(make_request(name, 1, max_tokens=6))
+    while scheduler.num_swapped < 3:
+        run_step(scheduler, executor)
+    scheduler.abort("a")
+    batch = run_step(scheduler, executor)
+    assert (names(batch.resumed), batch.preempted) == (["b", "c"], [])
+    run_to_end(scheduler, executor)
+
+
 def test_all_samples_of_a_request_are_preempted_together_and_resumed_together():
     scheduler = make_scheduler(
         num_blocks=11, block_size=4, preemption_mode="swap", num_swap_blocks=10

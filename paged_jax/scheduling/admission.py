@@ -39,7 +39,7 @@ class Admission:
         return self._policy.may_admit(self._queues.num_running)
 
     def resume(self, *, is_open: bool) -> list[Sequence]:
-        """Swap in those that are next; returns them. Each has a free block to grow into."""
+        """Swap in those that are next; returns them. Free blocks are left for each to grow into."""
         queues, resumed = self._queues, []
         while queues.next_is_swapped:
             group = queues.next_swapped()
@@ -53,7 +53,7 @@ class Admission:
                 [seq.seq_id for seq in group],
                 {seq.seq_id: seq.token_ids for seq in group},
                 salt=request.salt,
-                keep_free_blocks=self._keep_free_blocks(request) + len(group),
+                keep_free_blocks=self._keep_free_blocks(request) + len(resumed) + len(group),
             ):
                 for seq in group:
                     queues.move(seq, SequenceStatus.RUNNING, is_prefilling=seq.is_prefilling)
