@@ -97,11 +97,11 @@ class Delivery:
         """Note tokens and times, and end what a stop string ends."""
         records, now = self._sequence_records, iteration.end_s
         result = iteration.result
-        no_tokens = set(result.failed)
-        for index, (seq, token, logprobs) in enumerate(
-            zip(iteration.sampled, result.tokens, result.logprobs, strict=True)
+        failed = {request.request_id for request in iteration.failed}
+        for seq, token, logprobs in zip(
+            iteration.sampled, result.tokens, result.logprobs, strict=True
         ):
-            if index in no_tokens:
+            if seq.request.request_id in failed:  # its token has been thrown away
                 continue
             record = records.get(seq.seq_id)
             if record is None:

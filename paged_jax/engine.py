@@ -74,7 +74,8 @@ class Engine:
     seed: of requests that bring none.
     warm_up: compile every step in the background; one that is needed before has priority. `warm_up`
         waits until all are there, so that no request ever waits for one.
-    on_iteration: called with the statistics of every iteration; it must not abort requests.
+    on_iteration: called with the statistics of every iteration; it must not abort requests. If it
+        raises, a warning says so and it is not called again.
 
     ValueError, in one line, for anything that cannot work.
     """

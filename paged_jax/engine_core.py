@@ -115,12 +115,20 @@ class EngineCore:
         is_pipelined: bool = False,
     ):
         self.scheduler = scheduler
-        self.executor = executor
         self.clock = clock
         self.on_iteration = on_iteration
         self.observers = list(observers)
         self.num_iterations = 0
         self._pipeline = Pipeline(scheduler, executor, clock, is_pipelined=is_pipelined)
+
+    @property
+    def executor(self) -> Executor:
+        """Another may take its place between two iterations."""
+        return self._pipeline.executor
+
+    @executor.setter
+    def executor(self, executor: Executor) -> None:
+        self._pipeline.executor = executor
 
     def add(self, request: Request) -> None:
         """Queue a request; ValueError as `Scheduler.add`."""
