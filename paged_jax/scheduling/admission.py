@@ -40,7 +40,8 @@ class Admission:
 
     def resume(self, *, is_open: bool) -> list[Sequence]:
         """Swap in those that are next; returns them. Free blocks are left for each to grow into."""
-        queues, resumed = self._queues, []
+        queues = self._queues
+        resumed: list[Sequence] = []
         while queues.next_is_swapped:
             group = queues.next_swapped()
             request = group[0].request
