@@ -25,14 +25,14 @@ class Limits:
     max_model_len: int | None
     max_prefill_seqs: int
     # Those of the scheduler, which checks them.
-    watermark: float
-    max_num_waiting: int | None
-    enable_prefix_caching: bool
-    enable_chunked_prefill: bool
-    scheduling_policy: str
-    preemption_mode: PreemptionMode
-    swap_space_blocks: int | None
-    target_inter_token_s: float | None
+    watermark: float = 0.01
+    max_num_waiting: int | None = None
+    enable_prefix_caching: bool = True
+    enable_chunked_prefill: bool = True
+    scheduling_policy: str = "fcfs"
+    preemption_mode: PreemptionMode = "auto"
+    swap_space_blocks: int | None = None
+    target_inter_token_s: float | None = None
 
     @classmethod
     def of(cls, platform: str, given: dict[str, Any]) -> "Limits":
