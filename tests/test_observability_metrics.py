@@ -105,8 +105,9 @@ def test_every_request_and_token_is_counted_once(fresh_engine):
         assert figures[f"vllm:{name}_seconds_count"] == 6
 
 
-def test_latencies_are_those_of_the_outputs(fresh_engine):
-    engine = fresh_engine(num_blocks=3, enable_prefix_caching=False)
+@pytest.mark.parametrize("pipelined", [False, True])
+def test_latencies_are_those_of_the_outputs(fresh_engine, pipelined):
+    engine = fresh_engine(num_blocks=3, enable_prefix_caching=False, pipelined=pipelined)
     outputs = engine.generate([[n + 1] * 9 for n in range(5)], GREEDY, progress=False)
     metrics = [output.metrics for output in outputs]
     gaps = np.concatenate([np.diff(each.token_times_s[0]) for each in metrics])

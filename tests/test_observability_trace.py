@@ -23,14 +23,19 @@ TIGHT = SMALL_LIMITS | {"num_blocks": 6, "max_model_len": 96, "enable_prefix_cac
 @pytest.fixture(scope="module")
 def engine_of(tiny_model):
     """Engines with room for a part of what they are asked, by how they preempt."""
-    engines: dict[str, Engine] = {}
+    engines: dict[tuple[str, bool], Engine] = {}
 
-    def build(preemption_mode: str) -> Engine:
-        if preemption_mode not in engines:
-            engines[preemption_mode] = Engine(
-                tiny_model, **TIGHT, preemption_mode=preemption_mode, swap_space_blocks=8
+    def build(preemption_mode: str, *, pipelined: bool = False) -> Engine:
+        key = preemption_mode, pipelined
+        if key not in engines:
+            engines[key] = Engine(
+                tiny_model,
+                **TIGHT,
+                preemption_mode=preemption_mode,
+                swap_space_blocks=8,
+                pipelined=pipelined,
             )
-        return engines[preemption_mode]
+        return engines[key]
 
     return build
 
@@ -52,9 +57,11 @@ def instants(events: list[dict], name: str) -> list[dict]:
     return [event for event in events if event["ph"] == "i" and event["name"] == name]
 
 
-@pytest.mark.parametrize("mode", ["recompute", "swap"])
-def test_the_timeline_shows_each_phase_of_each_request_without_a_gap(engine_of, tmp_path, mode):
-    engine = engine_of(mode)
+@pytest.mark.parametrize(("mode", "pipelined"), [("recompute", False), ("swap", True)])
+def test_the_timeline_shows_each_phase_of_each_request_without_a_gap(
+    engine_of, tmp_path, mode, pipelined
+):
+    engine = engine_of(mode, pipelined=pipelined)
     scheduler = engine.core.scheduler
     total, by_swap = -scheduler.num_preemptions, -scheduler.num_preemptions_by_swap
     events = traced(engine, tmp_path / "trace.json")
