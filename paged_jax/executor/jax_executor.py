@@ -218,7 +218,7 @@ class JaxExecutor:
         ]
         bucket = bucket_of(self._head_buckets, len(rows))
         history: ArrayLike = self._rows.no_history(bucket)
-        if any(seq.request.params.needs_history for seq in seqs):
+        if any(seq.needs_history for seq in seqs):
             history = np.zeros((bucket, self._max_model_len), np.int32)
             for row, seq in enumerate(seqs):
                 history[row, : seq.num_tokens] = seq.token_ids
