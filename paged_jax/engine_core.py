@@ -244,11 +244,13 @@ class EngineCore:
         batch, memory = iteration.batch, self.scheduler.memory
         # What an iteration that was planned ahead takes counts from when its predecessor ended.
         end_s = iteration.end_s if self._pipeline.has_next else self.clock()
+        wall_s = end_s - iteration.start_s
         stats = IterationStats(
             index=index,
             start_s=iteration.start_s,
-            wall_s=end_s - iteration.start_s,
-            device_s=iteration.result.device_s,
+            wall_s=wall_s,
+            # The executor has looked at its clock a moment before, at either end.
+            device_s=min(iteration.result.device_s, wall_s),
             num_decodes=len(batch.decodes),
             num_prefill_tokens=batch.num_prefill_tokens,
             num_prefill_seqs=len(batch.prefills),

@@ -8,9 +8,19 @@ from paged_jax.loading.arrays import weight_dtype
 from paged_jax.models.config import ModelConfig
 from paged_jax.scheduling.preemption import PreemptionMode
 
-# A laptop's compute saturates early.
-_CPU = {"dtype": "float32", "max_num_seqs": 32, "max_num_batched_tokens": 256}
-_GPU = {"dtype": "bfloat16", "max_num_seqs": 256, "max_num_batched_tokens": 4096}
+# A laptop's compute saturates early, and takes the cores that would plan the next iteration.
+_CPU = {
+    "dtype": "float32",
+    "max_num_seqs": 32,
+    "max_num_batched_tokens": 256,
+    "pipelined": False,
+}
+_GPU = {
+    "dtype": "bfloat16",
+    "max_num_seqs": 256,
+    "max_num_batched_tokens": 4096,
+    "pipelined": True,
+}
 
 
 @dataclass(frozen=True)
@@ -33,6 +43,7 @@ class Limits:
     preemption_mode: PreemptionMode = "auto"
     swap_space_blocks: int | None = None
     target_inter_token_s: float | None = None
+    pipelined: bool = False
 
     @classmethod
     def of(cls, platform: str, given: dict[str, Any]) -> "Limits":
@@ -67,6 +78,7 @@ class Limits:
                 "max_num_batched_tokens", _or(given["max_num_batched_tokens"], budget)
             ),
             max_prefill_seqs=integer("max_prefill_seqs", given["max_prefill_seqs"]),
+            pipelined=_or(given["pipelined"], defaults["pipelined"]),
             **optional,
             **{name: given[name] for name in as_given},
         )
