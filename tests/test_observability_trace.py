@@ -136,6 +136,22 @@ def test_a_request_may_be_drawn_in_any_phase_when_it_ends(engine_of, tmp_path):
     assert "outside the vocabulary" in refused["args"]["reason"]
 
 
+def test_a_request_that_arrived_before_others_ended_is_drawn_beside_them(engine_of, tmp_path):
+    """It was added later, as requests are that arrive while an iteration runs."""
+    engine = engine_of("recompute")
+    path = tmp_path / "trace.json"
+    with watch(engine.core, ChromeTrace(path, engine.core)):
+        engine.generate([5] * 16, GREEDY, progress=False)
+        early = engine.core.clock() - 1e-3
+        engine.add_request("early", [6] * 16, GREEDY, arrival_time=early)
+        while engine.has_work:
+            engine.step()
+        engine.generate([7] * 16, GREEDY, progress=False)
+    tracks = spans(read_trace(path))
+    assert [span.name for span in tracks["requests, lane 1"]] == ["early"]
+    assert len(tracks["requests, lane 0"]) == 2
+
+
 def test_samples_and_beams_are_drawn_as_one_request(engine_of, tmp_path):
     engine = engine_of("swap")
     path = tmp_path / "trace.json"
