@@ -164,7 +164,7 @@ class Delivery:
                 last = output
         self._calls = deque(call for call in self._calls if call[0] is not record)
         if last.finished:  # otherwise the callback has aborted it, and got what there is
-            self._outbox.append(replace(last, error=reason))
+            self._outbox.append(replace(last, error=last.error or reason))
 
     def abort(self, request_id: str) -> RequestOutput | None:
         """End a request in any state; returns what it has, None if it is not in work."""

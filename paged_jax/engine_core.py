@@ -10,7 +10,7 @@ from paged_jax.executor.interface import Executor, StepResult
 from paged_jax.memory.usage import MemoryUsage
 from paged_jax.outputs import RequestOutput, error_text
 from paged_jax.pipelining import Flight, Pipeline, live_rows
-from paged_jax.recovery import recover, requests_of
+from paged_jax.recovery import carry_over, recover, requests_of
 from paged_jax.scheduling.batch import ScheduledBatch
 from paged_jax.scheduling.request import Request, Sequence
 from paged_jax.scheduling.scheduler import Scheduler
@@ -190,9 +190,11 @@ class EngineCore:
 
     def _execute(self) -> tuple[Flight, MemoryUsage | None, StepResult | Exception]:
         """Plan an iteration and run it, or get what it raised for the second time."""
-        is_again = False
+        failed: ScheduledBatch | None = None
         while True:
             flight = self._pipeline.take()
+            if failed is not None:
+                carry_over(failed, flight.batch)
             usage = self.scheduler.memory_usage() if self._wants_stats else None
             try:
                 return flight, usage, self._pipeline.run(flight)
@@ -202,9 +204,9 @@ class EngineCore:
                 self._tell(lambda observer: observer.on_recovery(self.clock()))
                 if not isinstance(error, Exception):
                     raise
-                if is_again:
+                if failed is not None:
                     return flight, usage, error
-                is_again = True
+                failed = flight.batch
                 _warn(f"a step has failed and is planned again: {error_text(error)}")
 
     def _fail_step(self, batch: ScheduledBatch, reason: str) -> list[Request]:

@@ -163,9 +163,12 @@ class JaxExecutor:
 
     @property
     def cache_is_lost(self) -> bool:
-        """Whether a step that failed has taken the cache with it: donated, or not computed."""
+        """Whether a step that failed has taken the cache with it: donated, or not computed.
+
+        So it is as well if there was no room for the one that was to take its place.
+        """
         leaves = jax.tree.leaves(self.cache)
-        if any(leaf.is_deleted() for leaf in leaves):
+        if any(not isinstance(leaf, jax.Array) or leaf.is_deleted() for leaf in leaves):
             return True
         try:
             jax.block_until_ready(leaves)
