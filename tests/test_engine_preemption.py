@@ -160,3 +160,40 @@ def test_interrupts_before_blocks_move_change_no_output(engine_of, wanted, quart
     assert_same(serve(engine), wanted)
     assert seen.count(True) > 10
     assert engine.core.scheduler.num_swapped_in_blocks > 0
+
+
+def test_who_comes_back_before_it_has_gone_is_found_in_its_new_blocks(
+    engine_of, engine, quarter, monkeypatch
+):
+    """The step that was to move it is interrupted, and then there is room for it after all."""
+    params = SamplingParams(temperature=0, max_tokens=100, ignore_eos=True)
+    prompts = [[BOS, *TEXT[start:].encode()[:149]] for start in (500, 2500)]
+    [wanted] = engine.generate(prompts[1], params, progress=False)
+
+    small = engine_of(
+        num_blocks=quarter,
+        preemption_mode="swap",
+        swap_space_blocks=quarter,
+        enable_prefix_caching=False,  # which would hold its old blocks ready
+    )
+    assert quarter * BLOCK_SIZE < 2 * 249, "too much for both"
+    dispatch = small.executor.dispatch
+
+    def interrupted(batch, **kwargs):
+        if batch.swap_outs and batch.preempted:
+            raise KeyboardInterrupt
+        return dispatch(batch, **kwargs)
+
+    monkeypatch.setattr(small.executor, "dispatch", interrupted)
+    for name, prompt in zip(("old", "young"), prompts, strict=True):
+        small.add_request(name, prompt, params)
+    while not small.core.scheduler.num_swapped:
+        with suppress(KeyboardInterrupt):
+            small.step()
+    small.abort("old")
+    outputs = []
+    while small.has_work:
+        outputs += small.step()
+    assert small.core.scheduler.num_swapped_in_blocks > 0
+    assert [tokens_of(output) for output in outputs] == [tokens_of(wanted)]
+    assert_idle(small)
