@@ -122,6 +122,7 @@ def test_beams_that_wait_behind_another_request_give_up_their_blocks_to_it():
     scheduler.add(make_request("urgent", 18, priority=-1, max_tokens=1))
     batch = run_step(scheduler, executor)
     assert (batch.preempted, chunks(batch)) == ([search.sequences[0]], [("urgent", 0, 18)])
+    assert [seq.candidates for seq in search.sequences] == [None, None], "to be found again"
     run_to_end(scheduler, executor)
     assert outputs(search) == alone(5, seed=1, **params)
 
