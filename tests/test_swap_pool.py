@@ -9,7 +9,7 @@ from test_in_place import passes_over_cache
 from paged_jax import Engine, kv_cache
 from paged_jax.compilation import count_compilations
 from paged_jax.executor import swap_pool
-from paged_jax.executor.swap_pool import SwapPool
+from paged_jax.executor.swap_pool import SwapPool, read_step, write_step
 from paged_jax.scheduling.batch import ScheduledBatch
 
 NUM_BLOCKS, NUM_SWAP_BLOCKS = 100, 130
@@ -113,6 +113,23 @@ def test_a_few_sizes_do_for_any_number_of_swaps(executor):
 def test_a_swap_makes_no_pass_over_the_cache(executor, name):
     compiled = executor.lowerings()[name]().compile()
     assert not passes_over_cache(compiled.as_text(), executor.cache.k[0].shape)
+
+
+@pytest.mark.parametrize("pinned", [False, True])
+def test_bits_of_bfloat16_go_through_pageable_and_page_locked_memory(pinned):
+    shape, rng = (9, 2, 4, 8), np.random.default_rng(3)
+    bits = [rng.integers(0, 2**16, shape, dtype=np.uint16) for _ in range(4)]
+    leaves = [jnp.asarray(x.view(jnp.bfloat16)) for x in bits]
+    cache = kv_cache.PagedKVCache(tuple(leaves[:2]), tuple(leaves[2:]))
+    pool = SwapPool(cache, 8, pinned=pinned)
+    for blocks, hosts in pool.parts([(3, 1), (5, 0), (7, 7)]):
+        pool.put(hosts, read_step(cache, blocks))
+    for blocks, hosts in pool.parts([(1, 7), (2, 0), (4, 1)]):
+        cache = write_step(cache, pool.get(hosts, len(blocks)), blocks)
+    for leaf, old in zip(jax.tree.leaves(cache), bits, strict=True):
+        wanted = old.copy()
+        wanted[[1, 2, 4]] = old[[7, 5, 3]]
+        np.testing.assert_array_equal(np.asarray(leaf).view(np.uint16)[1:], wanted[1:])
 
 
 def cache_of(block_bytes: int) -> kv_cache.PagedKVCache:

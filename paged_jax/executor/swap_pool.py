@@ -39,21 +39,25 @@ class SwapPool:
 
     A block is contiguous: ``[num_blocks, 2 * layers, Hk, S, D]``. Its pages are the system's until
     the block is first used. Many blocks go in one step, so that their number costs little.
+
+    pinned: what is read goes to page-locked memory first, which a GPU writes to directly; what is
+        written XLA stages by itself. None: unless the device is the CPU.
     """
 
-    def __init__(self, cache: PagedKVCache, num_blocks: int):
+    def __init__(self, cache: PagedKVCache, num_blocks: int, *, pinned: bool | None = None):
         leaf, num_leaves = cache.k[0], 2 * len(cache.k)
         self.blocks = np.empty((num_blocks, num_leaves, *leaf.shape[1:]), leaf.dtype)
         block_bytes = math.prod(self.blocks.shape[1:]) * self.blocks.itemsize
         largest = max(1, min(MAX_STEP_BLOCKS, STAGING_BYTES // block_bytes, num_blocks))
         sizes = (size for size in (1, 4, 16, MAX_STEP_BLOCKS) if size < largest)
         self.buckets = [*sizes, largest] if num_blocks else []
+        self._is_pinned = jax.default_backend() != "cpu" if pinned is None else pinned
 
     def parts(self, moves: Sequence[tuple[int, int]]) -> Iterator[tuple[np.ndarray, list[int]]]:
         """Moves between (device block, host block) in steps, as (device blocks, host blocks).
 
         The former are ``i32[N]``, N being one of the buckets: those that are left over are the
-        null block, and fewer than are moved.
+        null block, and no more than are moved.
         """
         start = 0
         while start < len(moves):
@@ -67,6 +71,8 @@ class SwapPool:
 
     def put(self, hosts: list[int], staged: Array) -> None:
         """Wait for what has been read ``[N, 2 * layers, Hk, S, D]``, and keep it."""
+        if self._is_pinned:
+            staged = jax.device_put(staged, staged.sharding.with_memory_kind("pinned_host"))
         self.blocks[hosts] = np.asarray(staged)[: len(hosts)]
 
     def get(self, hosts: list[int], bucket: int) -> np.ndarray:
