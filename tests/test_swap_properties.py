@@ -101,7 +101,7 @@ def walk(model: SwapModel, rng: random.Random, num_actions: int) -> None:
 )
 def test_a_long_random_walk_restores_all_it_swaps(block_size, num_blocks, num_swap_blocks, caching):
     model = SwapModel(num_blocks, block_size, caching=caching, num_swap_blocks=num_swap_blocks)
-    walk(model, random.Random(num_blocks), 2000)
+    walk(model, random.Random(num_blocks), 1500)
     model.end()
     for event in ("out", "in", "shared", "back", "failures"):
         assert model.seen[event] > 0, model.seen
