@@ -34,7 +34,7 @@ SMALL_LIMITS = {
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
-        "--soak", type=int, default=120, help="requests of the soak test; 10000 take minutes"
+        "--soak", type=int, default=100, help="requests of the soak test; 10000 take minutes"
     )
 
 

@@ -40,9 +40,9 @@ class Caller:
     def random(cls, rng: random.Random) -> "Caller":
         start = rng.choice((0, 0, 200, 200, rng.randrange(5000)))  # some begin alike
         return cls(
-            prompt=list(LETTERS[start : start + rng.randint(1, 70)]),
+            prompt=list(LETTERS[start : start + rng.randint(1, 80)]),
             params=SamplingParams(
-                max_tokens=rng.randint(3, 40), seed=rng.randrange(1000), **rng.choice(KINDS)
+                max_tokens=rng.randint(3, 45), seed=rng.randrange(1000), **rng.choice(KINDS)
             ),
             priority=rng.randint(-3, 3),
             timeout_s=rng.randint(1, 80) if rng.random() < 0.15 else None,

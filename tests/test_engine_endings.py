@@ -35,12 +35,13 @@ class State:
     is_there: object  # request -> bool
     num_prompt: int = 40
     others: tuple[int, ...] = ()  # tokens that those before it generate
+    num_other_prompt: int = 40
     limits: dict = field(default_factory=dict)
 
 
 # Another request of 35 blocks at its end takes what the one under test needs to go on.
-SMALL = {"block_size": 4, "num_blocks": 48}
-SWAP = SMALL | {"preemption_mode": "swap", "swap_space_blocks": 48}
+SMALL = {"block_size": 4, "num_blocks": 56}
+SWAP = SMALL | {"preemption_mode": "swap", "swap_space_blocks": 56}
 STATES = {
     "waiting": State(
         GREEDY | {"max_tokens": 20},
@@ -75,7 +76,8 @@ STATES = {
         lambda r: statuses(r) == {SWAPPED} and r.sequences[0].num_output_tokens == 0,
         num_prompt=120,
         others=(100, 100, 100),
-        limits=SWAP | {"num_blocks": 64, "watermark": 0.0},
+        num_other_prompt=32,
+        limits=SWAP,
     ),
     "samples swapped": State(
         {"n": 2, "seed": 5, "max_tokens": 60, "ignore_eos": True},
@@ -101,7 +103,7 @@ STATES = {
     "beams swapped": State(
         {"beam_width": 2, "max_tokens": 60, "ignore_eos": True},
         lambda r: statuses(r) == {SWAPPED} and len(r.sequences) == 2,
-        others=(100,),
+        others=(100, 60),
         limits=SWAP,
     ),
 }
@@ -161,10 +163,10 @@ def test_a_request_ends_in_any_state_and_leaves_the_others_alone(
     scheduler, memory = engine.core.scheduler, engine.core.scheduler.memory
     params = SamplingParams(**state.params, cache_salt=ending)  # it shall compute, not find
     victim = prompt_at(1000, state.num_prompt), params
-    others = {
-        f"other {i}": (prompt_at(50 * i, 40), SamplingParams(**GREEDY, max_tokens=tokens))
-        for i, tokens in enumerate(state.others)
-    }
+    others = {}
+    for i, max_tokens in enumerate(state.others):
+        prompt = prompt_at(50 * i, state.num_other_prompt)
+        others[f"other {i}"] = prompt, SamplingParams(**GREEDY, max_tokens=max_tokens)
     whole = serve(engine, others | {"victim": (victim[0], replace(params, cache_salt=name))})
 
     monkeypatch.setattr(engine.core, "clock", clock)

@@ -22,7 +22,7 @@ def test_random_requests_under_pressure_get_what_they_would_get_alone(
     num_requests = request.config.getoption("--soak")
     engine = engine_with(
         block_size=4,
-        num_blocks=50,
+        num_blocks=56,
         max_num_seqs=8,
         max_num_waiting=8,
         preemption_mode="swap",
