@@ -227,6 +227,22 @@ def random_requests(rng: random.Random) -> list[dict]:
     ]
 
 
+def test_an_iteration_whose_dispatch_ahead_raises_fails_in_its_turn():
+    """The one before it runs already, and is not planned again."""
+    run = Run()
+    request = run.add("r", 5, max_tokens=6, ignore_eos=True)
+    run.device.faults[("dispatch", 3)] = RuntimeError("at fault")
+    for _ in range(3):
+        run.step()
+    assert request.sequences[0].num_output_tokens == 3
+    with pytest.warns(RuntimeWarning, match="planned again: RuntimeError: at fault"):
+        run.finish()
+    numbers = [number for what, number in run.device.events if what == "dispatch"]
+    assert numbers == [0, 1, 2, 4, 5, 6]
+    assert len(run.stats) == 6
+    assert not run.stats[3].is_ahead
+
+
 class Interrupted(BaseException):
     pass
 
