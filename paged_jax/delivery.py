@@ -72,9 +72,11 @@ class Delivery:
     def take(self, iteration: Iteration) -> None:
         """Note an iteration's tokens and times, and file the outputs that it made or ended."""
         self._note_starts(iteration)
-        self._take_tokens(iteration)
-        sampled = [seq.request for seq in iteration.sampled]
-        self.file([*sampled, *iteration.failed])
+        try:
+            self._take_tokens(iteration)
+        finally:  # an interrupt may cost text, but no request its end
+            sampled = [seq.request for seq in iteration.sampled]
+            self.file([*sampled, *iteration.failed])
 
     def file(self, requests: Iterable[Request]) -> None:
         """File an output of each that has ended, or streams."""

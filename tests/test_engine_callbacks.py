@@ -8,6 +8,7 @@ from mixed_requests import TEXT, essence
 
 from paged_jax import Engine, SamplingParams
 from paged_jax.engine_core import Observer
+from paged_jax.loading import IncrementalDetokenizer
 
 PROMPT = list(b"A function definition is an ")
 OTHER = list(TEXT[300:340].encode())
@@ -161,6 +162,28 @@ def test_an_interrupt_in_a_callback_loses_no_output_of_others(engine, wanted):
         finish(engine)
     outputs = finish(engine)
     assert [essence(output) for output in (*got, outputs["third"])] == [wanted["greedy"]] * 2
+
+
+def test_an_interrupt_while_text_is_made_loses_no_request(engine, monkeypatch):
+    """As by Ctrl-C, in the iteration that ends both."""
+    params = replace(GREEDY, max_tokens=3, stop="zzz")
+    for name in ("first", "second"):
+        engine.add_request(name, list(b"The "), params)
+    engine.step()
+    engine.step()
+
+    def interrupted(self, token_ids):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(IncrementalDetokenizer, "append", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            engine.step()
+    outputs = finish(engine)
+    assert {name: len(output.outputs[0].token_ids) for name, output in outputs.items()} == {
+        "first": 3,
+        "second": 3,
+    }
 
 
 def test_the_output_of_a_request_outlives_the_abort_of_another_of_its_name(engine, wanted):
