@@ -155,7 +155,6 @@ class Delivery:
 
     def _take_from_callback(self, record: RequestRecord, last: RequestOutput, reason: str) -> None:
         """End the request of a callback that has raised; its last output goes to the outbox."""
-        record.on_output = None
         request = record.request
         in_work = self._records.get(request.request_id) is record
         if in_work:
