@@ -13,7 +13,9 @@ class StepResult:
 
     tokens: list[int]
     logprobs: list[TokenLogprobs | None]  # aligned with tokens; None where not asked for
-    device_s: float  # seconds from the first dispatch until the tokens are back
+    # Seconds from the first dispatch, or from when the tokens of the iteration before were back if
+    # that ran still, until the tokens are back.
+    device_s: float
     # For each prefill, in order, those of its prompt's tokens that its request asked for and still
     # lacked; empty if no request did.
     prompt_logprobs: list[list[TokenLogprobs]] = field(default_factory=list)
