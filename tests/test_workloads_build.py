@@ -14,10 +14,12 @@ from paged_jax.workloads import (
     VocabRange,
     WorkloadRequest,
     arrive_as_traced,
+    arrive_gamma,
     arrive_poisson,
     build_workload,
     length_requests,
     limit_lengths,
+    speedup_to,
 )
 
 VOCAB = VocabRange(3, 50)
@@ -94,6 +96,39 @@ def test_poisson_arrivals_do_not_depend_on_how_many_follow():
     many = arrive_poisson([request(1, 1)] * 50, rate=1.0, seed=7)
     assert few == many[:5]
     assert few != arrive_poisson([request(1, 1)] * 5, rate=1.0, seed=8)
+
+
+@pytest.mark.parametrize("cv", [0.5, 1.0, 3.0])
+def test_gamma_arrivals_have_the_rate_and_the_spread(cv):
+    requests = [request(1, 1)] * 20_000
+    times = np.array([r.arrival_s for r in arrive_gamma(requests, rate=2.0, cv=cv, seed=0)])
+    gaps = np.diff(times, prepend=0)
+    assert gaps.min() >= 0
+    assert gaps.mean() == pytest.approx(0.5, rel=0.1)
+    assert gaps.std() / gaps.mean() == pytest.approx(cv, rel=0.1)
+
+
+def test_gamma_arrivals_scale_with_the_rate_and_are_poissons_at_a_cv_of_1():
+    requests = [request(1, 1)] * 50
+    slow = [r.arrival_s for r in arrive_gamma(requests, rate=1.0, cv=3.0, seed=7)]
+    fast = [r.arrival_s for r in arrive_gamma(requests[:9], rate=4.0, cv=3.0, seed=7)]
+    assert fast == pytest.approx([arrival / 4 for arrival in slow[:9]])
+    poisson = arrive_poisson(requests, rate=2.0, seed=7)
+    assert arrive_gamma(requests, rate=2.0, cv=1.0, seed=7) == poisson
+
+
+@pytest.mark.parametrize("bad", [0.0, -1.0, math.nan, 1e-9, 1e9])
+def test_an_impossible_spread_of_arrivals_is_refused(bad):
+    with pytest.raises(ValueError, match=f"cv must lie between 0.01 and 100.0, got {bad}"):
+        arrive_gamma([request(1, 1)], rate=1.0, cv=bad, seed=0)
+
+
+def test_a_trace_is_scaled_to_a_rate():
+    requests = [request(1, 1, arrival_s) for arrival_s in (5.0, 7.0, 15.0)]
+    arrivals = [r.arrival_s for r in arrive_as_traced(requests, speedup=speedup_to(requests, 4.0))]
+    assert arrivals == pytest.approx([0, 0.1, 0.5])
+    with pytest.raises(ValueError, match="1 requests within 0 s have no rate"):
+        speedup_to(requests[:1], 4.0)
 
 
 def test_traced_arrivals_start_at_zero_and_are_sped_up():
@@ -195,6 +230,27 @@ def test_azure_keeps_its_arrivals_or_takes_others(tmp_path):
     assert arrivals(arrivals="poisson", rate=1.0)[0] > 0
 
 
+def test_burstgpt_is_scaled_to_a_rate_and_says_what_failed(tmp_path):
+    path = tmp_path / "burstgpt.csv"
+    path.write_text(
+        "Timestamp,Model,Request tokens,Response tokens,Total tokens,Log Type\n"
+        "100,ChatGPT,5,4,9,API log\n101,ChatGPT,5,0,5,API log\n120,GPT-4,6,4,10,API log\n"
+    )
+    requests, notes = build_workload(
+        "burstgpt", trace=path, vocab=VOCAB, max_model_len=100, arrivals="trace", rate=2.0
+    )
+    assert notes == ["burstgpt: skipped 1 failed requests"]
+    assert [(r.num_prompt_tokens, r.arrival_s) for r in requests] == [(5, 0), (6, 0.5)]
+
+
+def test_gamma_arrivals_by_name():
+    requests, _ = build_workload(
+        "lengths", num_requests=9, vocab=VOCAB, max_model_len=2048, arrivals="gamma", rate=2.0, cv=4
+    )
+    expected = arrive_gamma(requests, rate=2.0, cv=4, seed=0)
+    assert requests == expected
+
+
 def test_mooncake_is_clipped_where_asked_and_its_prefix_stays_shared(tmp_path):
     path = tmp_path / "mooncake.jsonl"
     rows = [
@@ -253,6 +309,10 @@ def test_prompts_come_from_a_list_or_a_file(tmp_path):
         ("lengths", {"trace": "x"}, "lengths workload reads no trace, got 'x'"),
         ("lengths", {"rate": 2.0}, "a rate goes with poisson arrivals"),
         ("lengths", {"arrivals": "poisson"}, "a rate goes with poisson arrivals"),
+        ("lengths", {"arrivals": "gamma", "cv": 2.0}, "a rate goes with poisson arrivals, gamma"),
+        ("lengths", {"arrivals": "gamma", "rate": 2.0}, "a cv goes with gamma arrivals"),
+        ("lengths", {"cv": 2.0}, "a cv goes with gamma arrivals"),
+        ("lengths", {"arrivals": "trace", "rate": 1.0, "speedup": 2.0}, "in place of a speed-up"),
         ("lengths", {"speedup": 2.0}, "a speed-up goes with trace arrivals"),
         ("lengths", {"arrivals": "trace"}, "lengths workload has no arrival times"),
         ("azure", {}, "azure workload needs trace"),
