@@ -27,6 +27,11 @@ from paged_jax.workloads.sharegpt import (
     read_sharegpt,
     sharegpt_requests,
 )
+from paged_jax.workloads.sharegpt_lengths import (
+    LengthTable,
+    sharegpt_length_requests,
+    sharegpt_lengths,
+)
 from paged_jax.workloads.synthetic import VocabRange
 
 __all__ = [
@@ -35,6 +40,7 @@ __all__ = [
     "PUBLISHED_LENGTHS",
     "AzureRow",
     "BurstGPTRow",
+    "LengthTable",
     "Lengths",
     "LimitReport",
     "LogNormal",
@@ -60,6 +66,8 @@ __all__ = [
     "read_mooncake",
     "read_prompts",
     "read_sharegpt",
+    "sharegpt_length_requests",
+    "sharegpt_lengths",
     "sharegpt_requests",
     "speedup_to",
 ]
