@@ -1,0 +1,52 @@
+"""What a serving system is made of beside its model: scheduler, memory, and their limits."""
+
+from dataclasses import dataclass
+
+from paged_jax.memory.block_manager import BlockManager
+from paged_jax.memory.interface import MemoryManager
+from paged_jax.scheduling.scheduler import Scheduler
+
+
+@dataclass(frozen=True)
+class SystemConfig:
+    """A system to simulate; names as in `paged_jax.Engine`, defaults as vLLM's at the paper's time.
+
+    `num_slots` are the KV slots (tokens) that its memory holds; a paged system has as many whole
+    blocks as fit in them.
+    """
+
+    num_slots: int
+    memory_policy: str = "paged"
+    scheduling_policy: str = "fcfs"
+    block_size: int = 16
+    max_num_seqs: int = 256
+    max_num_batched_tokens: int = 2560
+    max_model_len: int = 2048
+    max_prefill_seqs: int = 16
+    preemption_mode: str = "recompute"
+    swap_space_blocks: int = 0
+    enable_prefix_caching: bool = False
+    watermark: float = 0.01
+
+    def scheduler(self) -> Scheduler:
+        """An idle scheduler over empty memory; ValueError for what no system can be."""
+        if (self.scheduling_policy, self.preemption_mode) != ("fcfs", "recompute"):
+            raise ValueError(f"{self.scheduling_policy=}, {self.preemption_mode=} are not there")
+        return Scheduler(
+            self._memory(),
+            max_num_seqs=self.max_num_seqs,
+            max_num_batched_tokens=self.max_num_batched_tokens,
+            max_model_len=self.max_model_len,
+            max_prefill_seqs=self.max_prefill_seqs,
+            eos_token_ids=(),
+            watermark=self.watermark,
+            enable_prefix_caching=self.enable_prefix_caching,
+        )
+
+    def _memory(self) -> MemoryManager:
+        if self.memory_policy != "paged":
+            raise ValueError(f"{self.memory_policy=} is not there")
+        num_blocks = self.num_slots // self.block_size
+        return BlockManager(
+            1 + num_blocks, self.block_size, enable_prefix_caching=self.enable_prefix_caching
+        )
