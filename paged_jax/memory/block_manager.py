@@ -76,6 +76,7 @@ class BlockManager:
         *,
         salt: Hashable = None,
         max_num_tokens: int,
+        num_sequences: int = 1,
         keep_free_blocks: int = 0,
         use_cache: bool = True,
     ) -> int | None:
@@ -107,6 +108,17 @@ class BlockManager:
             self.stats.queried_tokens += num_tokens
             self.stats.hit_tokens += num_hit_tokens
         return num_hit_tokens
+
+    def num_blocks_needed(
+        self, num_prompt_tokens: int, max_num_tokens: int, num_sequences: int = 1
+    ) -> int:
+        """They share the prompt's full blocks, and at worst no other."""
+        num_blocks = -(-max_num_tokens // self.block_size)
+        num_shared = min(num_prompt_tokens // self.block_size, num_blocks)
+        return num_shared + num_sequences * (num_blocks - num_shared)
+
+    def num_forks_left(self, seq_id: int, num_pending: int = 0) -> int:
+        return self.num_free_blocks - num_pending
 
     def append(self, seq_id: int, num_tokens: int) -> bool:
         table = self._tables[seq_id]

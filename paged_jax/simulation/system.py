@@ -2,8 +2,7 @@
 
 from dataclasses import dataclass
 
-from paged_jax.memory.block_manager import BlockManager
-from paged_jax.memory.interface import MemoryManager
+from paged_jax.memory.policies import make_memory
 from paged_jax.scheduling.scheduler import Scheduler
 
 
@@ -11,8 +10,7 @@ from paged_jax.scheduling.scheduler import Scheduler
 class SystemConfig:
     """A system to simulate; names as in `paged_jax.Engine`, defaults as vLLM's at the paper's time.
 
-    `num_slots` are the KV slots (tokens) that its memory holds; a paged system has as many whole
-    blocks as fit in them.
+    `num_slots` are the KV slots (tokens) that its memory holds: as many whole blocks as fit in them.
     """
 
     num_slots: int
@@ -32,8 +30,15 @@ class SystemConfig:
         """An idle scheduler over empty memory; ValueError for what no system can be."""
         if (self.scheduling_policy, self.preemption_mode) != ("fcfs", "recompute"):
             raise ValueError(f"{self.scheduling_policy=}, {self.preemption_mode=} are not there")
+        memory = make_memory(
+            self.memory_policy,
+            1 + self.num_slots // self.block_size,
+            self.block_size,
+            max_model_len=self.max_model_len,
+            enable_prefix_caching=self.enable_prefix_caching,
+        )
         return Scheduler(
-            self._memory(),
+            memory,
             max_num_seqs=self.max_num_seqs,
             max_num_batched_tokens=self.max_num_batched_tokens,
             max_model_len=self.max_model_len,
@@ -41,12 +46,4 @@ class SystemConfig:
             eos_token_ids=(),
             watermark=self.watermark,
             enable_prefix_caching=self.enable_prefix_caching,
-        )
-
-    def _memory(self) -> MemoryManager:
-        if self.memory_policy != "paged":
-            raise ValueError(f"{self.memory_policy=} is not there")
-        num_blocks = self.num_slots // self.block_size
-        return BlockManager(
-            1 + num_blocks, self.block_size, enable_prefix_caching=self.enable_prefix_caching
         )
