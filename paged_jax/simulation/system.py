@@ -10,7 +10,7 @@ from paged_jax.scheduling.scheduler import Scheduler
 class SystemConfig:
     """A system to simulate; names as in `paged_jax.Engine`, defaults as vLLM's at the paper's time.
 
-    `num_slots` are the KV slots (tokens) that its memory holds: as many whole blocks as fit in them.
+    `num_slots`: KV slots (tokens) of its memory, which is as many whole blocks as fit in them.
     """
 
     num_slots: int
