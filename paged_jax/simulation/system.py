@@ -11,6 +11,7 @@ class SystemConfig:
     """A system to simulate; names as in `paged_jax.Engine`, defaults as vLLM's at the paper's time.
 
     `num_slots`: KV slots (tokens) of its memory, which is as many whole blocks as fit in them.
+    `prefill_sizes`: what an executor fills prefill steps up to; none where it has no need to.
     """
 
     num_slots: int
@@ -21,6 +22,7 @@ class SystemConfig:
     max_num_batched_tokens: int = 2560
     max_model_len: int = 2048
     max_prefill_seqs: int = 16
+    prefill_sizes: tuple[int, ...] = ()
     preemption_mode: str = "recompute"
     swap_space_blocks: int = 0
     enable_prefix_caching: bool = False
@@ -45,5 +47,6 @@ class SystemConfig:
             max_prefill_seqs=self.max_prefill_seqs,
             eos_token_ids=(),
             watermark=self.watermark,
+            prefill_sizes=self.prefill_sizes,
             enable_prefix_caching=self.enable_prefix_caching,
         )
