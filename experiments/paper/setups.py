@@ -1,0 +1,73 @@
+"""The models and GPUs of the paper (Kwon et al., table 1), and how many KV slots they had."""
+
+from dataclasses import dataclass
+
+from paged_jax.capacity import room_for_kv
+from paged_jax.simulation.hardware import GPU, find_gpu
+from paged_jax.simulation.model_shapes import ModelShape, find_model_shape
+
+GIB = 2**30
+
+
+@dataclass(frozen=True)
+class Setup:
+    """A row of table 1. `kv_gib`: its memory for KV, which it calls GB and rounds to whole ones."""
+
+    model_name: str
+    gpu_name: str
+    num_gpus: int
+    kv_gib: int
+    paper_num_slots: int  # what the paper makes of it, as printed
+    trace_s: int  # length of the traces served (section 6.1)
+
+    @property
+    def model(self) -> ModelShape:
+        return find_model_shape(self.model_name)
+
+    @property
+    def gpu(self) -> GPU:
+        return find_gpu(self.gpu_name)
+
+    @property
+    def memory_bytes(self) -> int:
+        return self.num_gpus * self.gpu.memory_bytes
+
+    @property
+    def name(self) -> str:
+        return f"{self.model_name}, {self.num_gpus} x {self.gpu_name}"
+
+    @property
+    def table_share(self) -> float:
+        """Share of the GPUs' memory that weights and KV take, by the row's own figures."""
+        return (self.model.weight_bytes + self.kv_gib * GIB) / self.memory_bytes
+
+    @property
+    def kv_bytes(self) -> int:
+        """Memory for KV: what weights leave of a share of the memory that is the GPU's, not ours.
+
+        Whole GB are too coarse for two decimal places of slots where many GPUs split a model. The
+        share is that of the first row with the same GPU, so that the other rows follow from it.
+        """
+        reference = next(setup for setup in SETUPS.values() if setup.gpu_name == self.gpu_name)
+        return room_for_kv(self.memory_bytes, self.model.weight_bytes, share=reference.table_share)
+
+    @property
+    def num_slots(self) -> int:
+        return self.kv_bytes // self.model.kv_bytes_per_token
+
+
+SETUPS = {
+    setup.model_name: setup
+    for setup in (
+        Setup("OPT-13B", "A100-40GB", 1, 12, 15_700, 3600),
+        Setup("OPT-66B", "A100-40GB", 4, 21, 9_700, 3600),
+        Setup("OPT-175B", "A100-80GB", 8, 264, 60_100, 900),
+    )
+}
+
+
+def find_setup(model_name: str) -> Setup:
+    """The paper's set-up of this model; ValueError names those there are."""
+    if model_name not in SETUPS:
+        raise ValueError(f"the paper has no set-up of {model_name!r}; it has {', '.join(SETUPS)}")
+    return SETUPS[model_name]
