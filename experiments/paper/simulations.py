@@ -1,31 +1,41 @@
 """One simulated run: a system of the paper's at a request rate, and what came of it."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
 from experiments.paper.requests import poisson_requests
-from experiments.paper.setups import find_setup
+from experiments.paper.setups import Deployment
 from experiments.paper.systems import SYSTEMS
 from paged_jax.scheduling.sampling_params import SamplingParams
 from paged_jax.simulation.run import simulate
+from paged_jax.workloads import WorkloadRequest
 
 
 @dataclass(frozen=True)
 class Load:
-    """A system and what it serves; all names, so that it can travel between processes."""
+    """A system and what it serves: plain data, which can travel between processes."""
 
     system: str
+    deployment: Deployment
     lengths: str
     duration_s: float  # while requests arrive
-    model: str = "OPT-13B"
     seed: int = 0
     block_size: int = 16
     params: SamplingParams = field(default_factory=SamplingParams)
 
     def __str__(self) -> str:
-        return f"{self.model}, {self.lengths}, {self.system}"
+        return f"{self.deployment.name}, {self.lengths}, {self.system}"
+
+    def requests(self, rate: float) -> list[WorkloadRequest]:
+        return poisson_requests(
+            self.lengths,
+            rate=rate,
+            duration_s=self.duration_s,
+            max_model_len=self.deployment.model.max_model_len,
+            seed=self.seed,
+        )
 
 
 @dataclass(frozen=True)
@@ -52,12 +62,12 @@ def serve_at(load: Load, rate: float, *, cut: bool = False) -> Point:
     Only a run to the end has a mean latency that does not leave out those that wait longest; only
     one that is cut has averages of the time at that rate alone.
     """
-    setup, system = find_setup(load.model), SYSTEMS[load.system]
-    requests = poisson_requests(load.lengths, rate=rate, duration_s=load.duration_s, seed=load.seed)
+    deployment, system = load.deployment, SYSTEMS[load.system]
+    requests = load.requests(rate)
     run = simulate(
         requests,
-        system.config(setup.num_slots, load.block_size),
-        system.cost(setup),
+        system.config(deployment, load.block_size),
+        system.cost(deployment),
         params=load.params,
         horizon_s=load.duration_s if cut else None,
         seed=load.seed,
@@ -135,9 +145,9 @@ MIN_REQUESTS = 4  # a run of fewer says nothing
 
 def first_rate(load: Load) -> float:
     """A guess: the pool full of requests of mean length, each there for ten seconds."""
-    requests = poisson_requests(load.lengths, rate=1.0, duration_s=64.0, seed=load.seed)
+    requests = replace(load, duration_s=64.0).requests(1.0)
     slots = np.mean([request.num_prompt_tokens + request.max_tokens for request in requests])
-    return float(find_setup(load.model).num_slots / slots / 10)
+    return float(load.deployment.num_slots / slots / 10)
 
 
 def _by_rate(points: dict[float, Point]) -> list[Point]:

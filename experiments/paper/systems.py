@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from experiments.paper.setups import Setup
+from experiments.paper.setups import Deployment
 from paged_jax.simulation.cost_model import CostModel, RooflineCost
 from paged_jax.simulation.system import SystemConfig
 
@@ -16,17 +16,18 @@ class System:
     memory_policy: str
     scheduling_policy: str = "fcfs"
 
-    def config(self, num_slots: int, block_size: int = 16) -> SystemConfig:
+    def config(self, deployment: Deployment, block_size: int) -> SystemConfig:
         return SystemConfig(
-            num_slots=num_slots,
+            num_slots=deployment.num_slots,
+            max_model_len=deployment.model.max_model_len,
             memory_policy=self.memory_policy,
             scheduling_policy=self.scheduling_policy,
             block_size=block_size,
         )
 
-    def cost(self, setup: Setup) -> CostModel:
+    def cost(self, deployment: Deployment) -> CostModel:
         """Step times; contiguous systems have contiguous attention kernels."""
-        cost = RooflineCost(setup.gpu, setup.model, setup.num_gpus)
+        cost = RooflineCost(deployment.gpu, deployment.model, deployment.num_gpus)
         return cost if self.memory_policy == "paged" else cost.contiguous
 
 
