@@ -17,8 +17,8 @@ could be found: no two prompts begin alike any more. The second table keeps thes
 The paper compares with Orca and keeps nothing between turns: the whole of its gain is memory for
 larger batches. Here only the cache is different.
 
-Expect minutes with --quick, which has fewer, shorter conversations and answers, and an hour or two
-without on two CPU cores. --out_dir gets results.json, results.csv, turns.jsonl and chatbot.png.
+Expect minutes with --quick, which has fewer, shorter conversations and answers, and about half an
+hour without on two CPU cores. --out_dir gets results.json, results.csv, turns.jsonl, chatbot.png.
 """
 
 from collections.abc import Callable, Sequence
@@ -42,10 +42,13 @@ _TRACE = flags.DEFINE_string("trace", None, "A ShareGPT file; default: the insta
 _NUM_CONVERSATIONS = flags.DEFINE_integer(
     "num_conversations",
     None,
-    "Conversations of a round; default: 16, or 4 with --quick.",
+    "Conversations of a round; default: 12, or 4 with --quick.",
     lower_bound=1,
 )
-_ROUNDS = flags.DEFINE_integer("rounds", None, "Default: 3, or 2 with --quick.", lower_bound=1)
+_ROUNDS = flags.DEFINE_integer(
+    "rounds", 2, "Every round has conversations of its own, and both engines hold them.",
+    lower_bound=1,
+)  # fmt: skip
 _NUM_USERS = flags.DEFINE_integer(
     "num_users", None, "Conversations at a time; default: 8, or 4 with --quick.", lower_bound=1
 )
@@ -53,7 +56,7 @@ _MIN_TURNS = flags.DEFINE_integer(
     "min_turns", 2, "Leave out conversations of fewer turns.", lower_bound=1
 )
 _MAX_TURNS = flags.DEFINE_integer(
-    "max_turns", None, "Cut longer conversations; default: 10, or 4 with --quick.", lower_bound=1
+    "max_turns", None, "Cut longer conversations; default: 6, or 4 with --quick.", lower_bound=1
 )
 _MAX_PROMPT_TOKENS = flags.DEFINE_integer(
     "max_prompt_tokens", 1024, "Prompts hold so many of the conversation's last tokens.",
@@ -244,9 +247,9 @@ def plot(runs: dict[str, list[ChatRun]], path: str) -> None:
 def main() -> None:
     is_quick = _QUICK.value
     num_users = preset(_NUM_USERS, is_quick, quick=4, full=8)
-    rounds = preset(_ROUNDS, is_quick, quick=2, full=3)
-    count = rounds * preset(_NUM_CONVERSATIONS, is_quick, quick=4, full=16)
-    max_turns = preset(_MAX_TURNS, is_quick, quick=4, full=10)
+    rounds = _ROUNDS.value
+    count = rounds * preset(_NUM_CONVERSATIONS, is_quick, quick=4, full=12)
+    max_turns = preset(_MAX_TURNS, is_quick, quick=4, full=6)
     max_output = preset(_MAX_OUTPUT_TOKENS, is_quick, quick=32, full=1024)
     if max_turns < _MIN_TURNS.value:
         raise ValueError(f"--max_turns={max_turns} is less than --min_turns={_MIN_TURNS.value}")

@@ -21,7 +21,7 @@ from absl import flags
 from experiments import reporting
 from paged_jax.engine_core import EngineCore
 from paged_jax.executor.decode_rows import DecodeRows
-from paged_jax.executor.interface import StepResult
+from paged_jax.executor.interface import Executor, StepResult
 from paged_jax.executor.prefill_arrays import PrefillShape, prefill_arrays
 from paged_jax.memory.block_manager import BlockManager
 from paged_jax.scheduling.batch import ScheduledBatch
@@ -41,7 +41,7 @@ MAX_PREFILL_SEQS = 16
 MAX_BATCHED_TOKENS = 8192
 
 
-class FakeExecutor:
+class FakeExecutor(Executor):
     """Builds a step's arrays, computes nothing, and notes how long the building takes."""
 
     def __init__(self, memory: BlockManager, *, max_num_seqs: int, max_model_len: int):

@@ -19,8 +19,8 @@ tells how like a model's the drawn tokens are; a second table compares for how m
 have been apart.
 
 Expect minutes with --quick, which takes few requests and cuts their outputs in the real run (the
-prompt then weighs more, and so does what it saves), and an hour or two without on two CPU cores.
---out_dir gets results.json, results.csv and memory_sharing.png.
+prompt then weighs more, and so does what it saves), and half an hour or so without on two CPU
+cores. --out_dir gets results.json, results.csv and memory_sharing.png.
 """
 
 from typing import Any, NamedTuple
@@ -45,7 +45,7 @@ _RUNS = flags.DEFINE_list("runs", ["real", "simulated"], "real, simulated or bot
 _LENGTHS = flags.DEFINE_list("lengths", list(PUBLISHED_LENGTHS), "Whose lengths requests have.")
 _WIDTHS = flags.DEFINE_list("widths", ["2", "4", "6"], "Samples or beams of a request.")
 _NUM_REAL_REQUESTS = flags.DEFINE_integer(
-    "num_real_requests", None, "Requests to SmolLM2; default: 32, or 4 with --quick.", lower_bound=1
+    "num_real_requests", None, "Requests to SmolLM2; default: 12, or 4 with --quick.", lower_bound=1
 )
 _MAX_REAL_TOKENS = flags.DEFINE_integer(
     "max_real_tokens",
@@ -290,7 +290,7 @@ def main() -> None:
     if "real" in _RUNS.value:
         runs = RealRuns(
             preset(_MAX_REAL_TOKENS, is_quick, quick=96, full=0) or None,
-            preset(_NUM_REAL_REQUESTS, is_quick, quick=4, full=32),
+            preset(_NUM_REAL_REQUESTS, is_quick, quick=4, full=12),
         )
         facts["real_requests"] = runs.facts()
         try:

@@ -14,7 +14,7 @@ Then single prompts of 400 tokens, of which the first 341 are in the cache or no
 request's arrival to its first token.
 
 The paper compares with Orca on another model and on a GPU; here only the cache is different. Expect
-minutes with --quick and half an hour without on two CPU cores. --out_dir gets results.json,
+minutes with --quick and a quarter of an hour without on two CPU cores. --out_dir gets results.json,
 results.csv and shared_prefix.png.
 """
 
@@ -40,7 +40,7 @@ _PREFIX_TOKENS = flags.DEFINE_list(
 _NUM_REQUESTS = flags.DEFINE_integer(
     "num_requests", None, "Requests of a round; default: 64, or 16 with --quick.", lower_bound=1
 )
-_ROUNDS = flags.DEFINE_integer("rounds", None, "Default: 8, or 3 with --quick.", lower_bound=1)
+_ROUNDS = flags.DEFINE_integer("rounds", None, "Default: 4, or 3 with --quick.", lower_bound=1)
 _OUTPUT_TOKENS = flags.DEFINE_integer(
     "output_tokens", 32, "Output of each request; about as long as what it translates.",
     lower_bound=1,
@@ -236,7 +236,7 @@ def main() -> None:
     out_dir = reporting.make_out_dir(_OUT_DIR.value)
     is_quick = _QUICK.value
     num_requests = preset(_NUM_REQUESTS, is_quick, quick=16, full=64)
-    rounds = preset(_ROUNDS, is_quick, quick=3, full=8)
+    rounds = preset(_ROUNDS, is_quick, quick=3, full=4)
     engines: list[Engine] = []
     try:
         engines += [make_engine(True), make_engine(False)]

@@ -1,5 +1,5 @@
 """The jitted steps: decode, prefill, the head that samples a prefilled prompt's first token, the
-scores of a prompt's own tokens, copies of blocks.
+scores of a prompt's own tokens, copies of blocks, and tokens passed from one step to the next.
 
 Pure functions of parameters, cache and static-shaped arrays. They are compiled once for each
 bucket of rows or tokens, and the cache is donated: it is updated in place, never copied.
@@ -8,7 +8,7 @@ bucket of rows or tokens, and the cache is donated: it is updated in place, neve
 from functools import partial
 
 import jax
-from jax import Array
+from jax import Array, lax
 
 from paged_jax.attention import DecodeIndex, PagedAttention, PrefillIndex
 from paged_jax.kv_cache import PagedKVCache, copy_blocks, slots_of
@@ -103,3 +103,22 @@ def copy_step(
 ) -> PagedKVCache:
     """Copy-on-write of an iteration (section 4.4), all blocks at once; the cache is donated."""
     return copy_blocks(cache, sources, targets)
+
+
+@jax.jit
+def hold_step(
+    held: Array,  # i32[N]
+    tokens: Array,  # i32[B], sampled by a step
+    start: Array,  # i32[]
+) -> Array:
+    """``held`` with ``tokens`` from ``start`` on: for `take_step`, without a look at the host."""
+    return lax.dynamic_update_slice(held, tokens, (start,))
+
+
+@jax.jit
+def take_step(
+    held: Array,  # i32[N], from hold_step
+    places: Array,  # i32[B]
+) -> Array:
+    """The tokens ``i32[B]`` at these places: the input of a decode step whose rows have moved."""
+    return held[places]

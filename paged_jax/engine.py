@@ -9,8 +9,7 @@ Names follow vLLM's where the same thing exists there.
 
 import itertools
 import time
-from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -22,18 +21,20 @@ from paged_jax import pool_size
 from paged_jax.attention_choice import choose_attention
 from paged_jax.compilation import use_persistent_cache
 from paged_jax.construction import build
-from paged_jax.engine_core import EngineCore, Iteration, IterationStats
+from paged_jax.delivery import Delivery
+from paged_jax.engine_core import EngineCore, IterationStats
 from paged_jax.limits import Limits, integer
 from paged_jax.loading import LoadedModel, load_config, load_model
 from paged_jax.loading.arrays import weight_dtype
 from paged_jax.memory.stats import SharingStats
 from paged_jax.models.split import nest
+from paged_jax.output_stream import OutputStream
 from paged_jax.outputs import RequestOutput
 from paged_jax.prompts import Prompt, encode, is_chat, is_single_prompt
-from paged_jax.request_checks import check_request
+from paged_jax.request_checks import check_call, check_request
 from paged_jax.scheduling.request import Request
 from paged_jax.scheduling.sampling_params import SamplingParams
-from paged_jax.tracking import RequestRecord, SequenceRecord
+from paged_jax.tracking import OnOutput, RequestRecord
 from paged_jax.warm_up import WarmUp
 
 
@@ -100,6 +101,7 @@ class Engine:
             },
         )
         self.dtype, self.block_size = limits.dtype, limits.block_size
+        self.enable_prefix_caching = enable_prefix_caching
         self.max_num_seqs = limits.max_num_seqs
         self.max_num_batched_tokens = limits.max_num_batched_tokens
         self._seeds = np.random.default_rng(integer("seed", seed, low=0))
@@ -143,12 +145,7 @@ class Engine:
             raise
         self.tokenizer = loaded.tokenizer
         self.core = EngineCore(scheduler, self.executor, on_iteration=on_iteration)
-        self._records: dict[str, RequestRecord] = {}
-        self._sequence_records: dict[int, SequenceRecord] = {}
-        # Outputs that their callers have not taken yet: of `generate` and `stream` by request, and
-        # of all others for `step`.
-        self._mailboxes: dict[str, deque[RequestOutput]] = {}
-        self._outbox: deque[RequestOutput] = deque()
+        self._delivery = Delivery(self.core, self.tokenizer)
         self._numbers = itertools.count()
 
     def warm_up(self, *, wait: bool = True, progress: bool = True) -> None:
@@ -210,26 +207,14 @@ class Engine:
             )
         return self.generate(messages, params, progress=progress)
 
-    def stream(
-        self, prompt: Prompt, params: SamplingParams | None = None
-    ) -> Iterator[RequestOutput]:
-        """Complete one prompt; yields all of its output so far after every token.
+    def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> OutputStream:
+        """Complete one prompt; iterate to get all of its output so far after every token.
 
         Several streams may be read in turns; each advances the engine when it has nothing to yield.
+        To close one, or to let go of it, aborts its request.
         """
         request_id = self.add_request(None, prompt, params, stream=True)
-        mailbox = self._mailboxes[request_id] = deque()
-        try:
-            finished = False
-            while not finished:
-                while not mailbox:
-                    self._advance()
-                output = mailbox.popleft()
-                finished = output.finished
-                yield output
-        finally:
-            self.abort(request_id)
-            del self._mailboxes[request_id]
+        return OutputStream(request_id, self._delivery, self._advance)
 
     def add_request(
         self,
@@ -238,124 +223,98 @@ class Engine:
         params: SamplingParams | None = None,
         *,
         arrival_time: float | None = None,
+        priority: int = 0,
+        timeout_s: float | None = None,
         stream: bool = False,
+        on_output: OnOutput | None = None,
     ) -> str:
         """Queue a request for `step`; returns its id, a new one if None was given.
 
-        ``arrival_time`` is in seconds on the engine's clock; None: now. With ``stream``, `step`
-        also returns what is there after each token. ValueError for a request that can never be
-        served; those that run are not touched by it.
+        arrival_time: in seconds on the engine's clock; None: now.
+        priority: lower goes first, where the scheduling policy looks at it.
+        timeout_s: seconds from its arrival after which it ends with what it has.
+        stream: there is an output after each token, not only at the end.
+        on_output: called with each output, which `step` does not return then. It may add and abort
+            requests. If it raises, its request alone ends, and `step` returns the last output.
+
+        ValueError for a request that can never be served, or that the queue has no room for; those
+        that run are not touched by it.
         """
         params = SamplingParams() if params is None else params
         if not isinstance(params, SamplingParams):
             raise ValueError(f"params must be SamplingParams, got {params!r:.80}")
         text, token_ids = encode(prompt, self.tokenizer, self.config.vocab_size)
         check_request(params, self.config, stream=stream)
-        if request_id is not None and not isinstance(request_id, str):
-            raise ValueError(f"request_id must be a string, got {request_id!r}")
+        check_call(request_id, priority, timeout_s, on_output)
+        arrival = self.core.clock() if arrival_time is None else arrival_time
         request = Request(
             self._new_id() if request_id is None else request_id,
             token_ids,
             params,
-            self.core.clock() if arrival_time is None else arrival_time,
+            arrival,
             self._next_seed if params.seed is None else params.seed,
+            priority=priority,
+            deadline_s=None if timeout_s is None else arrival + timeout_s,
         )
-        record = RequestRecord.of(request, text, stream, self.tokenizer)
-        self.core.scheduler.add(request)
+        record = RequestRecord.of(
+            request, text, self.tokenizer, streams=stream, on_output=on_output
+        )
+        self.core.add(request)
         if params.seed is None:  # one that was refused would have shifted all later ones
             self._next_seed = int(self._seeds.integers(2**32))
-        self._sequence_records |= {each.seq.seq_id: each for each in record.sequences}
-        self._records[request.request_id] = record
+        self._delivery.add(record)
         return request.request_id
 
     def _new_id(self) -> str:
         """One that no request has."""
         names = (f"request-{number}" for number in self._numbers)
-        return next(name for name in names if name not in self._records)
+        return next(name for name in names if name not in self._delivery)
 
     @property
     def has_work(self) -> bool:
-        """Whether any request is waiting or running, or has an output that `step` returns."""
-        return self.core.scheduler.has_work or bool(self._outbox)
+        """Whether any request is waiting or running, or has an output that `step` hands over."""
+        return self.core.scheduler.has_work or self._delivery.has_outputs
 
     def step(self) -> list[RequestOutput]:
         """One iteration; returns what has been added by `add_request` and has finished, or got a
         token if it streams. Nothing is lost while `generate` or `stream` advances the engine.
+
+        A request that fails ends alone, with its reason in `RequestOutput.error`.
         """
         self._advance()
-        outputs = list(self._outbox)
-        self._outbox.clear()
-        return outputs
+        return self._delivery.take_outbox()
 
     def _advance(self) -> None:
         """One iteration; its outputs go to those who wait for them."""
-        if not self.core.scheduler.has_work:
-            return
-        iteration = self.core.step()
-        self._take_tokens(iteration)
-        touched = {
-            seq.request.request_id: None
-            for seq in iteration.sampled
-            if seq.request.request_id in self._records
-        }
-        for request_id in touched:
-            record = self._records[request_id]
-            mailbox = self._mailboxes.get(request_id, self._outbox)
-            if record.request.is_finished:
-                mailbox.append(self._close(request_id))
-            elif record.streams:
-                mailbox.append(record.output())
-        self.core.report(iteration)
-
-    def _take_tokens(self, iteration: Iteration) -> None:
-        """Note tokens and times, and end what a stop string ends."""
-        records, now = self._sequence_records, iteration.end_s
-        for chunk in iteration.batch.prefills:
-            request = self._records[chunk.seq.request.request_id]
-            if request.first_scheduled_s is None:
-                request.first_scheduled_s = iteration.start_s
-        result = iteration.result
-        for seq, token, logprobs in zip(
-            iteration.sampled, result.tokens, result.logprobs, strict=True
-        ):
-            record = records.get(seq.seq_id)
-            if record is None:
-                self._records[seq.request.request_id].note_search(now)
-                continue
-            stop = record.append(token, now, logprobs)
-            if stop is not None:
-                self.core.scheduler.finish(seq, "stop", stop)
-                # It may have reached its last token with this one: the stop string came first.
-                seq.finish_reason, seq.stop_reason = "stop", stop
+        self._delivery.drop_abandoned()
+        if self.core.scheduler.has_work:
+            iteration = self.core.step()
+            self._delivery.take(iteration)
+            self.core.report(iteration)
+        self._delivery.call_back()
 
     def abort(self, request_id: str) -> RequestOutput | None:
-        """End a request in any state; returns what it has, None if there is no such request."""
-        if request_id not in self._records:
-            return None
-        self.core.scheduler.abort(request_id)
-        output = self._close(request_id)
-        # What `step` has not returned yet of a streaming request is in this output too.
-        self._outbox = deque(out for out in self._outbox if out.request_id != request_id)
-        if request_id in self._mailboxes:
-            self._mailboxes[request_id].append(output)
-        return output
+        """End a request in any state; returns what it has, None if there is no such request.
 
-    def _close(self, request_id: str) -> RequestOutput:
-        record = self._records.pop(request_id)
-        for sequence in record.sequences:
-            del self._sequence_records[sequence.seq.seq_id]
-        return record.finish(self.tokenizer)
+        Its `on_output` is not called.
+        """
+        return self._delivery.abort(request_id)
 
     def pin_prefix(self, prompt: Prompt, *, cache_salt: str | None = None) -> int:
         """Compute the beginning of later prompts and keep it; returns how many tokens are kept.
 
         Whole blocks are: requests that begin with these tokens find them in the prefix cache until
         `unpin_prefix`, however long nobody uses them. ValueError if that would leave a request
-        that waits or runs too little memory.
+        that waits or runs too little memory. A device step that fails may take pinned prefixes
+        with it; a warning says so.
         """
+        if not self.enable_prefix_caching:
+            raise ValueError("nothing can be pinned: prefix caching is off")
         _, token_ids = encode(prompt, self.tokenizer, self.config.vocab_size)
         params = SamplingParams(temperature=0, max_tokens=1, seed=0, cache_salt=cache_salt)
-        self.generate(list(token_ids), params, progress=False)
+        [output] = self.generate(list(token_ids), params, progress=False)
+        if output.error is not None:
+            raise RuntimeError(f"the prefix could not be computed: {output.error}")
         return self.core.scheduler.pin(token_ids, cache_salt)
 
     def unpin_prefix(self, prompt: Prompt, *, cache_salt: str | None = None) -> None:
@@ -370,8 +329,7 @@ class Engine:
 
     def _run(self, ids: list[str], progress: bool) -> list[RequestOutput]:
         """Step until all of these have ended."""
-        mailbox: deque[RequestOutput] = deque()
-        self._mailboxes |= dict.fromkeys(ids, mailbox)
+        mailbox = self._delivery.open_mailbox(ids)
         done: dict[str, RequestOutput] = {}
         num_tokens, start = 0, time.perf_counter()
         try:
@@ -386,6 +344,5 @@ class Engine:
                         bar.set_postfix_str(f"{rate:.0f} tokens/s")
                         bar.update()
         finally:
-            for request_id in ids:
-                del self._mailboxes[request_id]
+            self._delivery.close_mailbox(ids)
         return [done[request_id] for request_id in ids]

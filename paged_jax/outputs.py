@@ -51,7 +51,8 @@ class RequestOutput:
 
     ``num_cached_tokens`` of the prompt were in the prefix cache when the request was admitted.
     ``prompt_logprobs``, where asked for, has an entry for each token of the prompt: None for the
-    first, then its log-probability after those before it.
+    first, then its log-probability after those before it. ``error`` says why a request has failed;
+    what it had by then is in ``outputs``.
     """
 
     request_id: str
@@ -62,3 +63,10 @@ class RequestOutput:
     metrics: RequestMetrics = field(repr=False)
     num_cached_tokens: int = 0
     prompt_logprobs: list[TokenLogprobs | None] | None = None
+    error: str | None = None
+
+
+def error_text(error: BaseException) -> str:
+    """An exception in one line, as `RequestOutput.error` has it."""
+    text = " ".join(str(error).split())
+    return f"{type(error).__name__}: {text}" if text else type(error).__name__

@@ -1,4 +1,7 @@
-"""Refusal of sampling parameters that do not go with the model, or with a step's static shapes."""
+"""Refusal of what does not go with the model, or with a step's static shapes."""
+
+from collections.abc import Callable
+from typing import Any
 
 from paged_jax.decode import NUM_LOGPROBS
 from paged_jax.executor.sampling_rows import check_end_tokens
@@ -25,3 +28,21 @@ def check_request(params: SamplingParams, config: ModelConfig, *, stream: bool) 
             f"beam_width {params.beam_width} and {num_end_tokens} end tokens (EOS and "
             f"stop_token_ids together) are more than the {NUM_LOGPROBS} candidates of a step"
         )
+
+
+def check_call(
+    request_id: str | None,
+    priority: int,
+    timeout_s: float | None,
+    on_output: Callable[..., Any] | None,
+) -> None:
+    """ValueError, with the value, for arguments of `Engine.add_request` that mean nothing."""
+    if request_id is not None and not isinstance(request_id, str):
+        raise ValueError(f"request_id must be a string, got {request_id!r}")
+    if isinstance(priority, bool) or not isinstance(priority, int):
+        raise ValueError(f"priority must be an integer, got {priority!r}")
+    is_number = isinstance(timeout_s, (int, float)) and not isinstance(timeout_s, bool)
+    if timeout_s is not None and not (is_number and timeout_s > 0):
+        raise ValueError(f"timeout_s must be a number of seconds above 0, got {timeout_s!r}")
+    if on_output is not None and not callable(on_output):
+        raise ValueError(f"on_output must be callable, got {on_output!r}")

@@ -50,6 +50,7 @@ class Sampled:
     logprobs: Array  # f32[B], of the sampled tokens
     top_tokens: Array  # i32[B, K], most likely first
     top_logprobs: Array  # f32[B, K]
+    is_finite: Array  # bool[B], whether the raw logits are: none NaN or inf, not all -inf
 
 
 def sample(
@@ -59,6 +60,10 @@ def sample(
 
     Parameters act in vLLM's order: penalties, temperature, min_p, top_k, top_p. Tokens that tie
     with the last one that top_k or top_p keeps are kept too.
+
+    Whether a row's logits are finite shows in the largest of them, NaN counting as the largest of
+    all. The arg-max has found it already, so that it costs B reads; one more pass over the
+    vocabulary where some row has penalties, as these may leave out a token that is NaN.
     """
     positions = jnp.asarray(positions)
     index = positions + 1 - jnp.asarray(batch.num_prompt_tokens)  # of the sampled token
@@ -66,6 +71,10 @@ def sample(
         batch.adjusts, lambda: _adjust(logits, positions, index, batch), lambda: logits
     )
     greedy = jnp.argmax(adjusted, axis=-1).astype(jnp.int32)
+    largest = lax.cond(
+        batch.adjusts, lambda: jnp.argmax(logits, axis=-1).astype(jnp.int32), lambda: greedy
+    )
+    is_finite = jnp.isfinite(jnp.take_along_axis(logits, largest[:, None], axis=-1)[:, 0])
     tokens = lax.cond(
         batch.draws,
         lambda: jnp.where(batch.temperature == 0, greedy, _draw(adjusted, index, batch)),
@@ -82,7 +91,7 @@ def sample(
             jnp.full((B, num_logprobs), jnp.nan),
         ),
     )
-    return Sampled(tokens, logprobs, top_tokens, top_logprobs)
+    return Sampled(tokens, logprobs, top_tokens, top_logprobs, is_finite)
 
 
 def _adjust(logits: Array, positions: Array, index: Array, batch: SamplingBatch) -> Array:

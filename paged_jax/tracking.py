@@ -1,12 +1,15 @@
 """What the caller will want of each request while it runs: text, times, log-probabilities."""
 
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
 from paged_jax.loading import IncrementalDetokenizer
 from paged_jax.loading.transformers_tokenizer import Tokenizer
-from paged_jax.outputs import CompletionOutput, RequestMetrics, RequestOutput
+from paged_jax.outputs import CompletionOutput, RequestMetrics, RequestOutput, error_text
 from paged_jax.scheduling.logprobs import TokenLogprobs
 from paged_jax.scheduling.request import Request, Sequence
+
+OnOutput = Callable[[RequestOutput], None]
 
 
 @dataclass(slots=True)
@@ -98,18 +101,25 @@ class SequenceRecord:
 
 @dataclass(slots=True)
 class RequestRecord:
-    """A request's records, and whether its caller wants every step of it."""
+    """A request's records, whether its caller wants every step of it, and where."""
 
     request: Request
     prompt: str | None
     streams: bool
     sequences: list[SequenceRecord]  # none for a beam search, which goes on with other beams
+    on_output: OnOutput | None = None
     first_scheduled_s: float | None = None
     beam_times_s: list[float] = field(default_factory=list)  # when each step of the search was made
 
     @classmethod
     def of(
-        cls, request: Request, prompt: str | None, streams: bool, tokenizer: Tokenizer
+        cls,
+        request: Request,
+        prompt: str | None,
+        tokenizer: Tokenizer,
+        *,
+        streams: bool,
+        on_output: OnOutput | None,
     ) -> "RequestRecord":
         """The record of a request that has just been made."""
         params = request.params
@@ -122,7 +132,7 @@ class RequestRecord:
             return IncrementalDetokenizer(tokenizer, params.skip_special_tokens)
 
         records = [SequenceRecord(seq, detokenizer()) for seq in sequences]
-        return cls(request, prompt, streams, records)
+        return cls(request, prompt, streams, records, on_output)
 
     def note_search(self, time_s: float) -> None:
         """Note the time if the search has made a step."""
@@ -131,12 +141,30 @@ class RequestRecord:
             self.beam_times_s.append(time_s)
 
     def finish(self, tokenizer: Tokenizer) -> RequestOutput:
-        """Complete all texts."""
+        """Complete all texts; a tokenizer that raises fails the request."""
         for record in self.sequences:
-            record.finish(tokenizer)
+            try:
+                record.finish(tokenizer)
+            except Exception as error:
+                self.note_error(error)
+                record.seq.finish_reason, record.seq.stop_reason = "error", None
         if self.request.beam_search is None:
             return self.output()
-        return self._output(beam_outputs(self.request, tokenizer), [self.beam_times_s])
+        try:
+            outputs = beam_outputs(self.request, tokenizer)
+        except Exception as error:
+            self.note_error(error)
+            outputs = [
+                replace(out, finish_reason="error", stop_reason=None)
+                for out in beam_outputs(self.request, None)
+            ]
+        return self._output(outputs, [self.beam_times_s])
+
+    def note_error(self, error: Exception) -> str:
+        """Say why there is no text; the first reason of a request stands."""
+        request = self.request
+        request.error = request.error or f"its text could not be decoded: {error_text(error)}"
+        return request.error
 
     def output(self) -> RequestOutput:
         """A snapshot."""
@@ -165,19 +193,23 @@ class RequestRecord:
             metrics=metrics,
             num_cached_tokens=self.request.num_cached_tokens or 0,
             prompt_logprobs=None if asked is None else [None, *self.request.prompt_logprobs],
+            error=self.request.error,
         )
 
 
-def beam_outputs(request: Request, tokenizer: Tokenizer) -> list[CompletionOutput]:
+def beam_outputs(request: Request, tokenizer: Tokenizer | None) -> list[CompletionOutput]:
     """The n best hypotheses of a search that is done; of one that was cut short, its n best beams.
 
-    Those have been ended by an abort or an error, whatever they may have become.
+    Those have been ended by an abort or an error, whatever they may have become. Without a
+    tokenizer they have no text.
     """
     search, params = request.beam_search, request.params
     assert search is not None
     eos = request.sequences[0].end_token_ids - set(params.stop_token_ids)
 
     def text(token_ids: list[int], stop_reason: int | None) -> str:
+        if tokenizer is None:
+            return ""
         hides_last = stop_reason is not None and not params.include_stop_str_in_output
         return str(
             tokenizer.decode(

@@ -23,4 +23,5 @@ step ruff check .
 step ruff format --check .
 step mypy
 step lint-imports
-step pytest "$@"
+# More processes than that take memory and little time off.
+step pytest -n auto --maxprocesses=4 "$@"

@@ -47,9 +47,7 @@ def assert_idle(engine: "Engine") -> None:
     assert scheduler.num_running == scheduler.num_waiting == 0
     assert scheduler.memory.num_free_blocks == scheduler.memory.num_total_blocks
     scheduler.memory.check_invariants()
-    assert not engine._records
-    assert not engine._mailboxes
-    assert not engine._sequence_records
+    assert engine._delivery.is_idle
 
 
 @pytest.fixture(scope="session")
@@ -79,5 +77,5 @@ def engine(engine_with) -> Iterator["Engine"]:
     try:
         assert_idle(engine)
     finally:  # other tests go on
-        for request_id in list(engine._records):
+        for request_id in engine._delivery.request_ids:
             engine.abort(request_id)

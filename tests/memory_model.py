@@ -42,8 +42,15 @@ class Sequence:
 class Model:
     """Each method is an action, and checks its outcome. Numbers choose among what there is."""
 
-    def __init__(self, num_blocks: int, block_size: int, *, caching: bool = True):
-        self.manager = BlockManager(1 + num_blocks, block_size, enable_prefix_caching=caching)
+    def __init__(
+        self, num_blocks: int, block_size: int, *, caching: bool = True, num_swap_blocks: int = 0
+    ):
+        self.manager = BlockManager(
+            1 + num_blocks,
+            block_size,
+            enable_prefix_caching=caching,
+            num_swap_blocks=num_swap_blocks,
+        )
         self.num_blocks, self.block_size, self.caching = num_blocks, block_size, caching
         self.device: dict[int, list[Content | None]] = {}  # block -> contents of its slots
         self.running: list[Sequence] = []
@@ -202,7 +209,7 @@ class Model:
     def step(self, token: int, is_lost: bool = False) -> None:
         """Copy, write, take in the results (unless they are lost on the way), publish."""
         self.check_contents(self.copies)
-        self.copy_blocks()
+        self.move_blocks()
         self.check_contents({})
         leaders = [seq for seq in self.running if seq.planned]
         for seq in leaders:
@@ -222,15 +229,22 @@ class Model:
             self.publish(seq)
         self.check_contents({})
 
+    def move_blocks(self) -> None:
+        self.spoil_fresh()
+        self.copy_blocks()
+
+    def spoil_fresh(self) -> None:
+        """What blocks held before they were taken is gone."""
+        self.device |= {block: [None] * self.block_size for block in self.fresh}
+
     def copy_blocks(self) -> None:
         copies = self.manager.take_copies()
         assert not {source for source, _ in copies} & {target for _, target in copies}
         assert len(copies) == len(self.copies)
         assert {target: source for source, target in copies} == self.copies
         assert self.manager.take_copies() == []
-        sources = [self.device[source] for source, _ in copies]
-        self.device |= {block: [None] * self.block_size for block in self.fresh}
-        self.device |= {t: list(slots) for (_, t), slots in zip(copies, sources, strict=True)}
+        for source, target in copies:
+            self.device[target] = list(self.device[source])
         self.copies, self.fresh = {}, set()
         self.seen["copies"] += len(copies)
 
@@ -338,8 +352,12 @@ class Model:
             assert len(table) == -(-seq.num_slots // self.block_size)
             for position in range(seq.num_computed):
                 block = table[position // self.block_size]
-                slots = self.device[copies.get(block, block)]
+                slots = self.slots(copies.get(block, block))
                 assert slots[position % self.block_size] == seq.content(position + 1)
+
+    def slots(self, block: int) -> list[Content | None]:
+        """What a block holds, or is to hold before anything is copied."""
+        return self.device[block]
 
     def end(self) -> None:
         """End everything; nothing may be left in use."""

@@ -16,7 +16,13 @@ VOCAB_SIZE = 50
 
 
 def make_scheduler(
-    num_blocks: int = 65, block_size: int = 4, *, enable_prefix_caching: bool = False, **limits
+    num_blocks: int = 65,
+    block_size: int = 4,
+    *,
+    enable_prefix_caching: bool = False,
+    num_swap_blocks: int = 0,
+    memory: BlockManager | None = None,
+    **limits,
 ) -> Scheduler:
     limits = {
         "max_num_seqs": 8,
@@ -26,7 +32,13 @@ def make_scheduler(
         "eos_token_ids": (EOS,),
         "watermark": 0.0,
     } | limits
-    memory = BlockManager(num_blocks, block_size, enable_prefix_caching=enable_prefix_caching)
+    if memory is None:
+        memory = BlockManager(
+            num_blocks,
+            block_size,
+            enable_prefix_caching=enable_prefix_caching,
+            num_swap_blocks=num_swap_blocks,
+        )
     return Scheduler(memory, enable_prefix_caching=enable_prefix_caching, **limits)
 
 
@@ -37,11 +49,13 @@ def make_request(
     seed: int = 0,
     prompt_seed: int | None = None,
     arrival: float = 0.0,
+    priority: int = 0,
+    deadline_s: float | None = None,
     **params,
 ):
     start = 7 * (seed if prompt_seed is None else prompt_seed)
     prompt = tuple(1 + (start + 3 * i) % (VOCAB_SIZE - 1) for i in range(num_prompt))
-    return Request(name, prompt, SamplingParams(**params), arrival, seed)
+    return Request(name, prompt, SamplingParams(**params), arrival, seed, priority, deadline_s)
 
 
 def next_token(seq: Sequence) -> int:
@@ -55,26 +69,24 @@ def next_token(seq: Sequence) -> int:
 class FakeExecutor:
     """Keeps, for each slot, the tokens that what it holds was computed from.
 
-    Every step first copies, then writes, then checks that what it would attend to is really there:
-    a block lent to two sequences, a table that moved, a copy that was forgotten, a hit on what has
-    not been computed or a token that was skipped fails at once.
+    Every step first swaps and copies, then writes, then checks that what it would attend to is
+    really there: a block lent to two sequences, a table that moved, a copy or a swap that was
+    forgotten, a hit on what has not been computed or a token that was skipped fails at once.
     """
 
     def __init__(self, memory: BlockManager, sample: Callable[[Sequence], int] = next_token):
         self.memory = memory
         self.sample = sample
         self.slots: dict[int, tuple[object, ...]] = {}
+        self.host_slots: dict[int, tuple[object, ...]] = {}
 
     def run(self, batch: ScheduledBatch) -> list[int]:
         size = self.memory.block_size
+        assert self.memory.take_swaps() == (batch.swap_outs, batch.swap_ins)
         assert self.memory.take_copies() == batch.copies
-        copied = [
-            (target * size + i, self.slots.get(source * size + i))
-            for source, target in batch.copies
-            for i in range(size)
-        ]
-        for slot, content in copied:
-            self.slots[slot] = content
+        _move(self.slots, self.host_slots, batch.swap_outs, size)
+        _move(self.host_slots, self.slots, batch.swap_ins, size)
+        _move(self.slots, self.slots, batch.copies, size)
         chunks = [(seq, seq.num_tokens - 1, seq.num_tokens) for seq in batch.decodes]
         chunks += [
             (chunk.seq, chunk.start, chunk.start + chunk.num_tokens) for chunk in batch.prefills
@@ -107,6 +119,16 @@ class FakeExecutor:
     @staticmethod
     def _content(seq: Sequence, position: int) -> tuple[object, ...]:
         return seq.request.params.cache_salt, *seq.token_ids[: position + 1]
+
+
+def _move(
+    source: dict[int, object], target: dict[int, object], blocks: list[tuple[int, int]], size: int
+) -> None:
+    """Move the contents of blocks of `size` slots at once; what was never written is None."""
+    moved = [
+        (to * size + i, source.get(block * size + i)) for block, to in blocks for i in range(size)
+    ]
+    target.update(moved)
 
 
 def _logprobs(seq: Sequence) -> TokenLogprobs:

@@ -130,7 +130,7 @@ def test_beams_share_what_they_have_in_common_and_the_dead_hold_nothing(engine, 
     memory, num_shared = engine.core.scheduler.memory, 0
     while engine.has_work:
         engine.step()
-        live = engine.core.scheduler._decoding
+        live = engine.core.scheduler.queues.decoding
         if len(live) != 4:
             continue
         tables = [memory.block_table(seq.seq_id) for seq in live]
@@ -146,7 +146,7 @@ def test_beams_share_what_they_have_in_common_and_the_dead_hold_nothing(engine, 
     assert num_shared > 60 * 6
     assert 0 < engine.sharing_stats.copies - copies <= num_forks
     assert num_used(engine) == 0
-    assert name not in engine._records
+    assert name not in engine._delivery
 
 
 def test_an_abort_gives_back_all_beams_and_returns_what_they_are(engine):

@@ -188,7 +188,7 @@ def test_a_stop_string_ends_one_sample_and_its_blocks_are_free_at_once(small, ex
     scheduler = small.core.scheduler
     while scheduler.num_running != 3:
         small.step()
-    tables = [scheduler.memory.block_table(seq.seq_id) for seq in scheduler._decoding]
+    tables = [scheduler.memory.block_table(seq.seq_id) for seq in scheduler.queues.decoding]
     assert num_used(small) == len(set().union(*tables))
     outputs = finish(small)["n"].outputs
     for out, text in zip(outputs, texts, strict=True):

@@ -313,3 +313,31 @@ def test_a_vocabulary_smaller_than_the_reported_logprobs():
     logits = np.array([[0.0, 2.0, 1.0]], np.float32)
     result = sample(logits, np.array([2], np.int32), batch, num_logprobs=20)
     assert result.top_tokens.tolist() == [[1, 2, 0]]
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.nan])
+def test_one_bad_logit_marks_its_row_and_no_other(bad):
+    for i, kind in enumerate(KINDS):
+        seqs = [sequence(SamplingParams(**kind)) for _ in range(V + 2)]
+        logits = np.tile(random_logits(i), (len(seqs), 1))
+        logits[-2, 3] = -np.inf  # a token that never comes is no error
+        np.fill_diagonal(logits[:V], bad)  # each token in its turn, those that come too early too
+        is_finite = sample_rows(logits, seqs).is_finite
+        assert not is_finite[:V].any()
+        assert is_finite[V:].all()
+
+
+def test_a_row_without_any_token_is_not_finite():
+    logits = np.stack([np.full(V, -np.inf), np.zeros(V)])
+    seqs = [sequence(SamplingParams())] * 2
+    assert sample_rows(logits, seqs).is_finite.tolist() == [False, True]
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=str)
+def test_a_bad_row_changes_no_other(kind):
+    seqs = [sequence(SamplingParams(**kind), seed) for seed in range(4)]
+    logits = np.stack([random_logits(i) for i in range(4)])
+    wanted = sample_rows(logits, seqs).tokens.tolist()
+    logits[2] = np.nan
+    tokens = sample_rows(logits, seqs).tokens.tolist()
+    assert tokens[:2] + tokens[3:] == wanted[:2] + wanted[3:]

@@ -224,16 +224,14 @@ class RecordingManager(BlockManager):
 
 
 def test_memory_is_told_the_most_slots_a_sequence_can_need():
-    scheduler = make_scheduler()
-    scheduler.memory = RecordingManager(9, 4)
+    scheduler = make_scheduler(memory=RecordingManager(9, 4))
     scheduler.add(make_request("a", 5, max_tokens=4))
     scheduler.schedule()
     assert scheduler.memory.max_num_tokens == [8]
 
 
 def test_nobody_is_admitted_in_an_iteration_that_preempted():
-    scheduler = make_scheduler()
-    scheduler.memory = RecordingManager(9, 4)
+    scheduler = make_scheduler(memory=RecordingManager(9, 4))
     executor = FakeExecutor(scheduler.memory, never_ends)
     for name in "ab":
         scheduler.add(make_request(name, 5, max_tokens=4))

@@ -256,7 +256,13 @@ def test_a_python_of_pyenv_is_found_where_its_shims_refuse(checkout):
     assert checkout.made_venv
 
 
-CHECKS = ["ruff check .", "ruff format --check .", "mypy", "lint-imports", "pytest"]
+CHECKS = [
+    "ruff check .",
+    "ruff format --check .",
+    "mypy",
+    "lint-imports",
+    "pytest -n auto --maxprocesses=4",
+]
 
 
 def tool_calls(checkout: Checkout) -> list[str]:
@@ -266,14 +272,16 @@ def tool_calls(checkout: Checkout) -> list[str]:
 def test_checks_run_in_order_and_pass_arguments_to_pytest(ready):
     result = ready.run("scripts/test.sh", "tests/test_x.py", "-k", "a or b")
     assert result.returncode == 0, result.stderr
-    assert tool_calls(ready) == [*CHECKS[:-1], "pytest tests/test_x.py -k a or b"]
+    assert tool_calls(ready) == [*CHECKS[:-1], f"{CHECKS[-1]} tests/test_x.py -k a or b"]
     assert [line[3:] for line in result.stderr.splitlines() if line.startswith("== ")] == [
         *CHECKS[:-1],
-        "pytest tests/test_x.py -k a or b",
+        f"{CHECKS[-1]} tests/test_x.py -k a or b",
     ]
 
 
-@pytest.mark.parametrize(("fail", "ran"), [("ruff check .", 1), ("mypy ", 3), ("pytest ", 5)])
+@pytest.mark.parametrize(
+    ("fail", "ran"), [("ruff check .", 1), ("mypy ", 3), ("pytest -n auto*", 5)]
+)
 def test_checks_stop_at_the_first_failure_with_its_code(ready, fail, ran):
     ready.run("scripts/test.sh")
     result = ready.run("scripts/test.sh", STUB_FAIL=fail)

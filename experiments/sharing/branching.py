@@ -2,14 +2,14 @@
 
 import numpy as np
 
-from paged_jax.executor.interface import StepResult
+from paged_jax.executor.interface import Executor, StepResult
 from paged_jax.memory.interface import MemoryManager
 from paged_jax.scheduling.batch import ScheduledBatch
 from paged_jax.scheduling.logprobs import TokenLogprobs
 from paged_jax.simulation.branching import VOCAB_SIZE, BeamCandidates, Branching
 
 
-class BranchingExecutor:
+class BranchingExecutor(Executor):
     """Computes nothing: random tokens for samples, candidates by `branching` for beams."""
 
     def __init__(self, memory: MemoryManager, *, seed: int, branching: Branching | None = None):

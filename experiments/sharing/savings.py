@@ -32,7 +32,7 @@ def num_tokens_apart(beams: Sequence[Sequence[int]]) -> int:
     return len(differs) - int(differs.argmax()) if differs.any() else 0
 
 
-class BeamObserver:
+class BeamObserver(Executor):
     """An executor that notes, at each step of each search, for how long its beams are apart."""
 
     def __init__(self, executor: Executor):
@@ -48,6 +48,13 @@ class BeamObserver:
             num_tokens_apart(beams) for beams in searches.values() if len(beams) > 1
         ]
         return self._executor.execute(batch)
+
+    @property
+    def cache_is_lost(self) -> bool:
+        return self._executor.cache_is_lost
+
+    def reset_cache(self) -> None:
+        self._executor.reset_cache()
 
     def take(self) -> dict[str, Any]:
         """Mean and percentiles since the last call."""

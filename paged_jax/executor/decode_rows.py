@@ -47,13 +47,17 @@ class DecodeRows:
         self._no_history: dict[int, jax.Array] = {}
 
     def update(
-        self, seqs: list[Sequence], *, tables_changed: bool = False
+        self, seqs: list[Sequence], *, tables_changed: bool = False, is_ahead: bool = False
     ) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray, SamplingBatch]:
         """(tokens, positions, block tables, context lengths, sampling) of the bucket's rows.
 
         Call it, or `forget`, in every iteration: a sequence that is missing from one, because it
         was preempted, comes back with another table. ``tables_changed``: blocks were replaced by
-        copies.
+        copies. ``is_ahead``: each sequence has one more token, which the host does not know yet:
+        the tokens are zeros, and none of the sequences may need its history.
+
+        What is returned does not change while a step may be reading it: tables are copied, and
+        histories are written only when the host has all tokens.
         """
         n = len(seqs)
         bucket = bucket_of(self.buckets, n)
@@ -66,8 +70,12 @@ class DecodeRows:
         self._had_copies = tables_changed
         tokens = np.zeros(bucket, np.int32)
         context_lens = np.zeros(bucket, np.int32)
-        tokens[:n] = [seq.token_ids[-1] for seq in seqs]
         context_lens[:n] = [len(seq.token_ids) for seq in seqs]
+        if is_ahead:
+            assert not self._histories, "a row needs tokens that are not known yet"
+            context_lens[:n] += 1
+        else:
+            tokens[:n] = [seq.token_ids[-1] for seq in seqs]
         too_short = self._num_blocks[:n] * self._block_size < context_lens[:n]
         for row in np.flatnonzero(too_short).tolist():
             self._grow_table(row)
@@ -78,7 +86,7 @@ class DecodeRows:
         if self._histories:
             sampling = replace(sampling, history=self._history[:bucket])
         positions = np.maximum(context_lens - 1, 0)
-        return tokens, positions, self.block_tables[:bucket], context_lens, sampling
+        return tokens, positions, self.block_tables[:bucket].copy(), context_lens, sampling
 
     def forget(self) -> None:
         """An iteration without decodes."""
@@ -126,5 +134,5 @@ class DecodeRows:
             self._history[row, : seqs[row].num_tokens] = seqs[row].token_ids
         # On the device until rows change.
         self._sampling = jax.device_put(
-            sampling_batch(self._params[:bucket], self.no_history(bucket))
+            sampling_batch(self._params[:bucket].copy(), self.no_history(bucket))
         )

@@ -7,17 +7,28 @@ from functools import partial
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.stages import Lowered
 
 from paged_jax.attention import PagedAttention
-from paged_jax.decode import copy_step, decode_step, head_step, prefill_step, score_step
+from paged_jax.decode import (
+    copy_step,
+    decode_step,
+    head_step,
+    hold_step,
+    prefill_step,
+    score_step,
+    take_step,
+)
 from paged_jax.executor.buckets import bucket_of, padded
 from paged_jax.executor.decode_rows import DecodeRows
 from paged_jax.executor.interface import StepResult
-from paged_jax.executor.logprobs import SCORE_ROWS, prompt_logprobs, sampled_logprobs
+from paged_jax.executor.logprobs import SCORE_ROWS, prompt_logprobs
+from paged_jax.executor.pending import Pending
 from paged_jax.executor.prefill_arrays import PrefillArrays, PrefillShape, prefill_arrays
-from paged_jax.executor.sampling_rows import needs_history, sampling_batch, sampling_rows
+from paged_jax.executor.sampling_rows import sampling_batch, sampling_rows
+from paged_jax.executor.token_feed import TokenFeed
 from paged_jax.kv_cache import PagedKVCache
 from paged_jax.memory.interface import MemoryManager
 from paged_jax.models.config import ModelConfig
@@ -58,6 +69,7 @@ class JaxExecutor:
         self._max_prefill_seqs = max_prefill_seqs
         self._max_model_len = max_model_len
         self._rows = DecodeRows(memory, max_num_seqs=max_num_seqs, max_model_len=max_model_len)
+        self._feed = TokenFeed(max_num_seqs, self._require)
         self._prefill_buckets = prefill_buckets
         # With forks a prefill may start as many sequences as can run.
         self._head_buckets = sorted({1, min(4, max_prefill_seqs), max_prefill_seqs, max_num_seqs})
@@ -66,12 +78,25 @@ class JaxExecutor:
         self.num_prefill_tokens = 0  # prefill tokens computed, padding included
 
     def execute(self, batch: ScheduledBatch) -> StepResult:
-        """Prepare all arrays, dispatch the steps, then wait for their tokens."""
+        """Run an iteration and wait for its tokens."""
+        return self.dispatch(batch).result()
+
+    def dispatch(self, batch: ScheduledBatch, *, after: Pending | None = None) -> Pending:
+        """Prepare all arrays, then hand the steps to the device, and do not wait for them.
+
+        ``after``: the iteration before, whose tokens the host lacks still. They are what the
+        batch's decodes compute, and go from step to step on the device.
+        """
         config = self._static["config"]
         first_seqs = list(batch.first_sampled())
         if batch.decodes:
-            rows = self._rows.update(batch.decodes, tables_changed=bool(batch.copies))
-            self._require("decode", len(rows[0]))
+            tokens: ArrayLike
+            tokens, *rows = self._rows.update(
+                batch.decodes, tables_changed=bool(batch.copies), is_ahead=after is not None
+            )
+            self._require("decode", len(tokens))
+            if after is not None:
+                tokens = self._feed.tokens(batch.decodes, after.steps, len(tokens))
         else:
             self._rows.forget()
         if batch.prefills:
@@ -89,11 +114,14 @@ class JaxExecutor:
 
         start = time.perf_counter()
         steps: list[tuple[list[Sequence], Sampled]] = []
+        last = None
         if batch.copies:
             self.cache = copy_step(self.cache, *copies)
             self._memory.take_copies()
         if batch.decodes:
-            self.cache, sampled = decode_step(self.params, self.cache, *rows, **self._static)
+            self.cache, sampled = decode_step(
+                self.params, self.cache, tokens, *rows, **self._static
+            )
             steps.append((batch.decodes, sampled))
         if batch.prefills:
             self.cache, (last, hidden) = prefill_step(
@@ -102,16 +130,31 @@ class JaxExecutor:
             if first_seqs:
                 sampled = head_step(self.params, last, *head_rows, config=config)
                 steps.append((first_seqs, sampled))
-            else:
-                last.block_until_ready()
-        score = partial(score_step, self.params, config=config)
-        scored = prompt_logprobs(batch.prefills, hidden, score) if scores else []
-        tokens: list[int] = []
-        logprobs: list[TokenLogprobs | None] = []
-        for seqs, sampled in steps:
-            tokens += np.asarray(sampled.tokens)[: len(seqs)].tolist()
-            logprobs += sampled_logprobs(seqs, sampled)
-        return StepResult(tokens, logprobs, time.perf_counter() - start, scored)
+
+        def score() -> list[list[TokenLogprobs]]:
+            step = partial(score_step, self.params, config=config)
+            return prompt_logprobs(batch.prefills, hidden, step) if scores else []
+
+        return Pending(steps, last, score, start_s=start, after=after)
+
+    @property
+    def cache_is_lost(self) -> bool:
+        """Whether a step that failed has taken the cache with it: donated, or not computed."""
+        leaves = jax.tree.leaves(self.cache)
+        if any(leaf.is_deleted() for leaf in leaves):
+            return True
+        try:
+            jax.block_until_ready(leaves)
+        except jax.errors.JaxRuntimeError:
+            return True
+        return False
+
+    def reset_cache(self) -> None:
+        """Start again with an empty cache of the same shape."""
+        # The old one goes first: there may be no room for both.
+        self.cache = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), self.cache)
+        self.cache = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), self.cache)
+        self._rows.forget()
 
     def _require(self, step: str, bucket: int) -> None:
         if self.warm_up is not None:
@@ -151,7 +194,7 @@ class JaxExecutor:
         ]
         bucket = bucket_of(self._head_buckets, len(rows))
         history: ArrayLike = self._rows.no_history(bucket)
-        if any(map(needs_history, seqs)):
+        if any(seq.request.params.needs_history for seq in seqs):
             history = np.zeros((bucket, self._max_model_len), np.int32)
             for row, seq in enumerate(seqs):
                 history[row, : seq.num_tokens] = seq.token_ids
@@ -197,10 +240,19 @@ class JaxExecutor:
             zeros = np.zeros(bucket, np.int32)
             return copy_step.lower(cache, zeros, zeros)
 
+        def hold(bucket: int) -> Lowered:
+            return hold_step.lower(self._feed.empty, np.zeros(bucket, np.int32), np.int32(0))
+
+        def take(bucket: int) -> Lowered:
+            return take_step.lower(self._feed.empty, np.zeros(bucket, np.int32))
+
+        sampled_buckets = sorted({*self._rows.buckets, *self._head_buckets})
         return {
             **{f"head {bucket}": partial(head, bucket) for bucket in self._head_buckets},
             **{f"prefill {bucket}": partial(prefill, bucket) for bucket in self._prefill_buckets},
             **{f"decode {bucket}": partial(decode, bucket) for bucket in self._rows.buckets},
             **{f"copy {bucket}": partial(copy, bucket) for bucket in self._copy_buckets},
             f"score {SCORE_ROWS}": partial(score, SCORE_ROWS),
+            **{f"hold {bucket}": partial(hold, bucket) for bucket in sampled_buckets},
+            **{f"take {bucket}": partial(take, bucket) for bucket in self._rows.buckets},
         }

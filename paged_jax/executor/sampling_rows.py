@@ -64,7 +64,7 @@ def sampling_row(seq: Sequence) -> tuple[object, ...]:
         seq.num_prompt_tokens,
         params.min_tokens,
         end_tokens,
-        needs_history(seq),
+        params.needs_history,
         draws,
         draws and bool(params.top_k or params.top_p < 1 or params.min_p),
         params.wants_candidates,
@@ -76,12 +76,6 @@ def sampling_batch(rows: np.ndarray, history: ArrayLike) -> SamplingBatch:
     values = {name: rows[name] for name in ROW.names or () if name not in _FLAGS}
     flags = {name: np.asarray(rows[name].any()) for name in _FLAGS}
     return SamplingBatch(**values, **flags, history=history)
-
-
-def needs_history(seq: Sequence) -> bool:
-    """Whether its logits are adjusted by the tokens so far, or by how many there are."""
-    params = seq.request.params
-    return params.has_penalties or params.min_tokens > 0
 
 
 def check_end_tokens(num_end_tokens: int) -> None:

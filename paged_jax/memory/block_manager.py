@@ -7,23 +7,13 @@ from copy import copy
 from itertools import takewhile
 
 from paged_jax.memory.block_pool import BlockPool
+from paged_jax.memory.holding import Holding
+from paged_jax.memory.interface import Swaps
+from paged_jax.memory.paged_usage import paged_usage
 from paged_jax.memory.prefix_cache import Node, PrefixCache
 from paged_jax.memory.stats import SharingStats
+from paged_jax.memory.swap_space import SwapSpace
 from paged_jax.memory.usage import MemoryUsage
-
-
-class _Holding:
-    """What the manager keeps for each sequence beside its table."""
-
-    __slots__ = ("last_node", "next_full", "num_prefill_tokens", "num_published", "salt", "shares")
-
-    def __init__(self, salt: Hashable, num_prefill_tokens: int, block_size: int, match: list[Node]):
-        self.salt = salt
-        self.num_prefill_tokens = num_prefill_tokens  # slots asked for by `allocate`
-        self.num_published = len(match)  # leading blocks that have nodes
-        self.last_node = match[-1] if match else None  # of the last of these
-        self.next_full = (len(match) + 1) * block_size  # tokens that complete one more block
-        self.shares = False  # whether another sequence may hold its blocks beyond those published
 
 
 class BlockManager:
@@ -31,10 +21,18 @@ class BlockManager:
 
     Implements `paged_jax.memory.interface.MemoryManager`. Without `enable_prefix_caching` blocks
     are forgotten as soon as nobody holds them: sequences find only what others of the same salt
-    hold at the time, and nothing can be pinned.
+    hold at the time, and nothing can be pinned. Sequences are swapped out to `num_swap_blocks`
+    blocks in host memory.
     """
 
-    def __init__(self, num_blocks: int, block_size: int, *, enable_prefix_caching: bool = True):
+    def __init__(
+        self,
+        num_blocks: int,
+        block_size: int,
+        *,
+        enable_prefix_caching: bool = True,
+        num_swap_blocks: int = 0,
+    ):
         if block_size < 1:
             raise ValueError(f"block_size must be at least 1, got {block_size}")
         self.block_size = block_size
@@ -44,7 +42,8 @@ class BlockManager:
         self._ref_counts = self._pool.ref_counts
         self._cache = PrefixCache(block_size)
         self._tables: dict[int, list[int]] = {}
-        self._holdings: dict[int, _Holding] = {}
+        self._holdings: dict[int, Holding] = {}
+        self._swaps = SwapSpace(num_swap_blocks)
         self._copies: dict[int, int] = {}  # target -> source
         self._pins: dict[tuple[Hashable, tuple[int, ...]], list[int]] = {}  # blocks, one ref each
         # The sequence that last did not fit, and what was found of it: it will ask again.
@@ -66,6 +65,14 @@ class BlockManager:
     def num_pinned_blocks(self) -> int:
         return len(set().union(*self._pins.values()))
 
+    @property
+    def num_swap_blocks(self) -> int:
+        return self._swaps.num_blocks
+
+    @property
+    def num_free_swap_blocks(self) -> int:
+        return self._swaps.num_free
+
     def can_ever_hold(self, num_tokens: int) -> bool:
         return num_tokens <= (self._pool.capacity - self.num_pinned_blocks) * self.block_size
 
@@ -80,8 +87,7 @@ class BlockManager:
         keep_free_blocks: int = 0,
         use_cache: bool = True,
     ) -> int | None:
-        if seq_id in self._tables:
-            raise ValueError(f"sequence {seq_id} has a block table already")
+        self._check_is_new(seq_id)
         if not token_ids:
             raise ValueError(f"sequence {seq_id} has no tokens")
         pool, num_tokens = self._pool, len(token_ids)
@@ -102,7 +108,7 @@ class BlockManager:
         for block in hits:  # first, so that none of them is evicted for the rest
             pool.acquire(block)
         self._tables[seq_id] = hits + self._take(num_blocks - len(hits))
-        self._holdings[seq_id] = _Holding(salt, num_tokens, self.block_size, match)
+        self._holdings[seq_id] = Holding(salt, num_tokens, self.block_size, match)
         num_hit_tokens = len(hits) * self.block_size
         if use_cache:
             self.stats.queried_tokens += num_tokens
@@ -158,8 +164,7 @@ class BlockManager:
         return target
 
     def fork(self, parent_id: int, child_id: int) -> None:
-        if child_id in self._tables:
-            raise ValueError(f"sequence {child_id} has a block table already")
+        self._check_is_new(child_id)
         table = self._tables[parent_id].copy()
         ref_counts = self._ref_counts
         for block in table:  # all in use
@@ -203,10 +208,91 @@ class BlockManager:
         holding.num_published = num_full
         holding.next_full = (num_full + 1) * size
 
-    def free(self, seq_id: int) -> None:
+    def free(self, seq_id: int, *, discard: bool = False) -> None:
+        if seq_id in self._swaps.tables:
+            self._swaps.free(seq_id)
+            return
         table = self._tables.pop(seq_id)
         del self._holdings[seq_id]
-        self._release(table)
+        kept = self._release(table)
+        if discard and kept is not None:
+            for block in self._cache.forget_chains(kept):
+                self._pool.discard(block)
+
+    def swap_out(self, seq_ids: Sequence[int]) -> bool:
+        sequences: dict[int, tuple[list[int], int, int]] = {}
+        for seq_id in seq_ids:
+            # A block that is still to be copied is the same as its source.
+            contents = [self._copies.get(block, block) for block in self._tables[seq_id]]
+            holding = self._holdings[seq_id]
+            sequences[seq_id] = contents, holding.num_full, holding.num_prefill_tokens
+        if not self._swaps.put(sequences):
+            return False
+        for seq_id in seq_ids:
+            del self._holdings[seq_id]
+            self._release(self._tables.pop(seq_id))
+        return True
+
+    def swap_in(
+        self,
+        seq_ids: Sequence[int],
+        token_ids: Mapping[int, Sequence[int]],
+        *,
+        salt: Hashable = None,
+        keep_free_blocks: int = 0,
+    ) -> bool:
+        pool, swapped = self._pool, {seq_id: self._swaps.tables[seq_id] for seq_id in seq_ids}
+        matches: dict[int, list[Node]] = {seq_id: [] for seq_id in seq_ids}
+        device_of: dict[int, int] = {}  # by host block
+        for seq_id, match in matches.items():
+            # Blocks beyond `num_full` it is still to write.
+            self._cache.extend(match, salt, token_ids[seq_id], swapped[seq_id].num_full)
+            hits = (node.block for node in match)
+            device_of.update(zip(swapped[seq_id].blocks, hits, strict=False))
+        num_holders = Counter(host for table in swapped.values() for host in table.blocks)
+        to_move = [host for host in num_holders if host not in device_of]
+        num_unused = sum(not self._ref_counts[block] for block in set(device_of.values()))
+        if len(to_move) + num_unused + keep_free_blocks > self.num_free_blocks:
+            return False
+        for host, block in device_of.items():  # first, so that none of them is evicted
+            for _ in range(num_holders[host]):
+                pool.acquire(block)
+        for host, block in zip(to_move, self._take(len(to_move)), strict=True):
+            for _ in range(num_holders[host] - 1):
+                pool.acquire(block)
+            self._swaps.add_in(host, block)
+            device_of[host] = block
+        for seq_id, (hosts, num_full, num_prefill_tokens, _) in swapped.items():
+            self._tables[seq_id] = [device_of[host] for host in hosts]
+            self._holdings[seq_id] = Holding(
+                salt,
+                num_prefill_tokens,
+                self.block_size,
+                matches[seq_id],
+                num_restored=num_full,
+                shares=len(swapped) > 1,
+            )
+            self._swaps.restore(seq_id)
+        return True
+
+    def pending_swaps(self) -> Swaps:
+        return self._swaps.pending()
+
+    def take_swaps(self) -> Swaps:
+        return self._swaps.take()
+
+    def take_swap_outs(self) -> list[tuple[int, int]]:
+        return self._swaps.take_outs()
+
+    def reset(self) -> list[int]:
+        lost = [*self._tables, *self._swaps.lose_device()]
+        for state in (self._tables, self._holdings, self._copies, self._pins):
+            state.clear()
+        self._waiting = None
+        self._pool = BlockPool(self._pool.num_blocks)
+        self._ref_counts = self._pool.ref_counts
+        self._cache = PrefixCache(self.block_size)
+        return lost
 
     def pin(
         self, token_ids: Sequence[int], salt: Hashable = None, *, leave_blocks: int = 0
@@ -240,6 +326,10 @@ class BlockManager:
     def block_table(self, seq_id: int) -> list[int]:
         return self._tables[seq_id]
 
+    def _check_is_new(self, seq_id: int) -> None:
+        if seq_id in self._tables or seq_id in self._swaps.tables:
+            raise ValueError(f"sequence {seq_id} has a block table already")
+
     def _take(self, count: int) -> list[int]:
         """Take blocks of which the caller knows that there are enough."""
         pool = self._pool
@@ -248,13 +338,13 @@ class BlockManager:
             self.stats.evictions += 1
         return pool.allocate(count)
 
-    def _release(self, blocks: list[int]) -> None:
-        """Drop a reference to each block of a table.
+    def _release(self, blocks: list[int]) -> int | None:
+        """Drop a reference to each block of a table; returns the first that is cached by that.
 
         The last block goes first: it is then evicted before those that lead to it, and the stack
         of free blocks hands them out in the same order again.
         """
-        pool, ref_counts = self._pool, self._ref_counts
+        pool, ref_counts, first_kept = self._pool, self._ref_counts, None
         for block in reversed(blocks):
             keep = False
             if ref_counts[block] == 1:
@@ -262,53 +352,25 @@ class BlockManager:
                     self._copies.pop(block, None)
                     if block in self._copies.values():
                         block = self._undo_copy(block)
+                if self._swaps.ins:
+                    self._swaps.cancel_in(block)
                 keep = self._cache.let_go(block)
                 if keep and not self._keeps_prefixes:
                     self._cache.forget(block)
                     keep = False
+                if keep:
+                    first_kept = block
             pool.release(block, keep=keep)
+        return first_kept
 
     def usage(self, num_computed_tokens: Mapping[int, int]) -> MemoryUsage:
-        size, pool = self.block_size, self._pool
-        token_states = reserved = num_tail_blocks = num_table_blocks = 0
-        shared_tails: dict[int, tuple[int, int]] = {}  # block -> slots computed, slots asked for
-        forked: list[tuple[list[int], int]] = []
-        for seq_id, holding in self._holdings.items():
-            table, num_prefill = self._tables[seq_id], holding.num_prefill_tokens
-            num_computed = num_computed_tokens[seq_id]
-            num_full = num_computed // size
-            num_table_blocks += len(table)
-            if not holding.shares:
-                num_tail_blocks += len(table) - num_full
-                token_states += num_computed - num_full * size
-                if num_computed < num_prefill:
-                    reserved += num_prefill - num_computed
-                continue
-            forked.append((table, num_full))
-            for index in range(num_full, len(table)):
-                computed = max(0, num_computed - index * size)
-                asked_for = min(size, max(0, num_prefill - index * size))
-                before = shared_tails.get(table[index], (0, 0))
-                shared_tails[table[index]] = max(before[0], computed), max(before[1], asked_for)
-        # A block counts as full if it is so for any of its sequences.
-        for table, num_full in forked:
-            for block in shared_tails.keys() & table[:num_full]:
-                del shared_tails[block]
-        for computed, asked_for in shared_tails.values():
-            token_states += computed
-            reserved += max(0, asked_for - computed)
-        num_tail_blocks += len(shared_tails)
-        token_states += (pool.num_used - num_tail_blocks) * size  # all others are full
-        pins = Counter(block for blocks in self._pins.values() for block in blocks)
-        only_pinned = sum(self._ref_counts[block] == count for block, count in pins.items())
-        return MemoryUsage(
-            token_states=token_states,
-            reserved=reserved,
-            internal=pool.num_used * size - token_states - reserved,
-            external=0,
-            free=self.num_free_blocks * size,
-            cached=pool.num_cached * size,
-            shared=(num_table_blocks - (pool.num_used - only_pinned)) * size,
+        return paged_usage(
+            self._pool,
+            self.block_size,
+            self._tables,
+            self._holdings,
+            self._pins.values(),
+            num_computed_tokens,
         )
 
     def check_invariants(self) -> None:
@@ -328,3 +390,8 @@ class BlockManager:
         assert all(self._ref_counts[block] for block in copied), "a copy of or to an unused block"
         assert self._copies.keys().isdisjoint(self._copies.values()), "a copy of a copy's target"
         self._cache.check_invariants(self._ref_counts, self._pool.cached)
+        self._swaps.check_invariants()
+        assert self._tables.keys().isdisjoint(self._swaps.tables), "in both places"
+        coming = self._swaps.ins.keys()
+        assert all(self._ref_counts[block] for block in coming), "a swap into an unused block"
+        assert coming.isdisjoint(self._copies), "a swap into the target of a copy"

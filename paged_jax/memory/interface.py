@@ -1,10 +1,20 @@
 """What the scheduler and the executor ask of any memory manager, paged or contiguous."""
 
 from collections.abc import Hashable, Mapping, Sequence
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from paged_jax.memory.stats import SharingStats
 from paged_jax.memory.usage import MemoryUsage
+
+
+class Swaps(NamedTuple):
+    """Blocks to move between device and host, in this order, before blocks are copied or written.
+
+    All `outs` are read before any of the `ins` is written: a block may be in both.
+    """
+
+    outs: list[tuple[int, int]]  # (device block, host block); no host block twice
+    ins: list[tuple[int, int]]  # (host block, device block); no device block twice
 
 
 class MemoryManager(Protocol):
@@ -35,6 +45,14 @@ class MemoryManager(Protocol):
     @property
     def num_pinned_blocks(self) -> int:
         """Blocks that a pinned prefix holds."""
+
+    @property
+    def num_swap_blocks(self) -> int:
+        """Blocks of the host pool, to which sequences can be swapped out; 0: they cannot."""
+
+    @property
+    def num_free_swap_blocks(self) -> int:
+        """Blocks of the host pool that `swap_out` can use now."""
 
     @property
     def stats(self) -> SharingStats:
@@ -117,10 +135,56 @@ class MemoryManager(Protocol):
         Runs once per sequence and iteration: it looks only at blocks that were completed since.
         """
 
-    def free(self, seq_id: int) -> None:
+    def free(self, seq_id: int, *, discard: bool = False) -> None:
         """Take back all blocks of a sequence and forget it; KeyError if it holds none.
 
-        Blocks that nobody else holds are free; those published stay cached until needed.
+        Blocks that nobody else holds are free; those published stay cached until needed, unless
+        `discard`: then nobody finds them any more, nor what was cached after them. Of a sequence
+        that is swapped out the blocks in host memory are free.
+        """
+
+    def swap_out(self, seq_ids: Sequence[int]) -> bool:
+        """Move all blocks of these sequences to the host pool; they have no table until `swap_in`.
+
+        A block that several of them hold takes one host block, so what they share they share on
+        return. Their device blocks are given back at once, as by `free`; the copies to host memory
+        are pending. False, and nothing changes, if the host pool lacks room.
+        """
+
+    def swap_in(
+        self,
+        seq_ids: Sequence[int],
+        token_ids: Mapping[int, Sequence[int]],
+        *,
+        salt: Hashable = None,
+        keep_free_blocks: int = 0,
+    ) -> bool:
+        """Give sequences that are swapped out their tables again, over any free blocks.
+
+        `token_ids` are each one's tokens, `salt` is that of `allocate`. Leading blocks that the
+        prefix cache still holds are taken from there; the copies of all others are pending. Their
+        host blocks are free once these are made. False, and nothing changes, unless all of the
+        sequences fit and leave `keep_free_blocks` blocks free.
+        """
+
+    def pending_swaps(self) -> Swaps:
+        """Blocks to move, in this order and before `pending_copies`; likewise for `take_swaps`."""
+
+    def take_swaps(self) -> Swaps:
+        """The pending swaps, which are so no longer: call it where they have been made.
+
+        Until then sequences may end, or be swapped again, and what is pending changes with it.
+        """
+
+    def take_swap_outs(self) -> list[tuple[int, int]]:
+        """The same for the pending swaps out alone: they must not be made again after a swap in."""
+
+    def reset(self) -> list[int]:
+        """The device's cache is lost: forget all that it held, prefixes and pins included.
+
+        Returns the sequences that lost their tables, which are forgotten as by `free`: those that
+        had one, and those swapped out of which something had not reached the host yet. All others
+        that are swapped out keep their blocks.
         """
 
     def pin(

@@ -115,6 +115,22 @@ class PrefixCache:
         del self._nodes[node.key]
         node.block = NULL_BLOCK
 
+    def forget_chains(self, block: int) -> list[int]:
+        """Forget a cached block's contents and all that follow them; returns the blocks of these.
+
+        Nobody holds what follows a block that nobody holds. Looks at every node: for faults.
+        """
+        lost = {self._node_of_block[block].id}
+        nodes = [self._node_of_block[block]]
+        for node in self._nodes.values():  # a node is younger than its parent
+            if node.key[0] in lost:
+                lost.add(node.id)
+                nodes.append(node)
+        blocks = [node.block for node in nodes]
+        for each in blocks:
+            self.forget(each)
+        return blocks
+
     def _pop_duplicate(self, node: Node, block: int | None = None) -> int:
         duplicates = self._duplicates[node]
         at = -1 if block is None else duplicates.index(block)

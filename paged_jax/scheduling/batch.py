@@ -29,16 +29,19 @@ class PrefillChunk:
 class ScheduledBatch:
     """One iteration.
 
-    First of all blocks are copied, and the memory manager is told by `take_copies`. A decode
-    computes `seq.token_ids[-1]` at position
-    `seq.num_tokens - 1`, whose slot is allocated. The executor answers with a token for each of
-    `sampled`, in order.
+    First of all blocks are swapped out to host memory, then others swapped in, then blocks are
+    copied; the memory manager is told by `take_swaps` and `take_copies`. A decode computes
+    `seq.token_ids[-1]` at position `seq.num_tokens - 1`, whose slot is allocated. The executor
+    answers with a token for each of `sampled`, in order.
     """
 
     prefills: list[PrefillChunk]
     decodes: list[Sequence]
-    preempted: list[Sequence]  # those that lost their blocks, youngest first
+    preempted: list[Sequence]  # those that lost their blocks, in the order in which they did
     copies: list[tuple[int, int]] = field(default_factory=list)  # blocks: (source, target)
+    swap_outs: list[tuple[int, int]] = field(default_factory=list)  # (device block, host block)
+    swap_ins: list[tuple[int, int]] = field(default_factory=list)  # (host block, device block)
+    resumed: list[Sequence] = field(default_factory=list)  # those swapped in
 
     @property
     def num_prefill_tokens(self) -> int:

@@ -6,6 +6,19 @@ from paged_jax.memory.interface import MemoryManager
 from paged_jax.scheduling.request import Request
 
 
+class QueueFull(ValueError):
+    """As many requests wait as may."""
+
+
+def check_queue(request: Request, num_waiting: int, max_num_waiting: int) -> None:
+    """QueueFull if one more request may not wait."""
+    if num_waiting >= max_num_waiting:
+        raise QueueFull(
+            f"request {request.request_id!r}: {num_waiting} requests wait, and max_num_waiting is "
+            f"{max_num_waiting}; send it again later"
+        )
+
+
 def check_fits(
     request: Request, memory: MemoryManager, *, max_model_len: int, max_num_seqs: int
 ) -> None:

@@ -1,9 +1,8 @@
 """Siblings: sequences of one request that start from the prompt which one of them computes."""
 
-from collections import deque
-
 from paged_jax.memory.interface import MemoryManager
 from paged_jax.scheduling.batch import PrefillChunk
+from paged_jax.scheduling.queues import Queues
 from paged_jax.scheduling.request import Sequence, SequenceStatus
 
 
@@ -24,15 +23,12 @@ def add_forks(prefills: list[PrefillChunk], memory: MemoryManager, num_places: i
             num_forks += len(chunk.forks)
 
 
-def start_forks(
-    chunk: PrefillChunk, memory: MemoryManager, waiting: deque[Sequence]
-) -> list[Sequence]:
+def start_forks(chunk: PrefillChunk, memory: MemoryManager, queues: Queues) -> list[Sequence]:
     """Share the computed prompt with those of the chunk's forks that wait still; returns them."""
     seq = chunk.seq
     started = [fork for fork in chunk.forks if fork.status is SequenceStatus.WAITING]
     for fork in started:
         memory.fork(seq.seq_id, fork.seq_id)
-        waiting.remove(fork)
-        fork.status = SequenceStatus.RUNNING
+        queues.move(fork, SequenceStatus.RUNNING)
         fork.num_computed_tokens = seq.num_computed_tokens
     return started

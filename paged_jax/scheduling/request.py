@@ -2,6 +2,7 @@
 
 import enum
 import itertools
+from collections.abc import Hashable
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -9,14 +10,18 @@ from paged_jax.scheduling.beam_search import BeamSearch
 from paged_jax.scheduling.logprobs import TokenLogprobs
 from paged_jax.scheduling.sampling_params import SamplingParams
 
-FinishReason = Literal["stop", "length", "abort", "error"]
+FinishReason = Literal["stop", "length", "abort", "timeout", "error"]
+
+# What a policy ranks requests by.
+PolicyKey = float | tuple[float, ...]
 
 _seq_ids = itertools.count()
 
 
 class SequenceStatus(enum.Enum):
-    WAITING = enum.auto()  # holds no memory; new, or preempted
+    WAITING = enum.auto()  # holds no memory; new, or preempted by recompute
     RUNNING = enum.auto()  # holds a block table
+    SWAPPED = enum.auto()  # preempted; its blocks are in host memory
     FINISHED = enum.auto()
 
 
@@ -35,6 +40,7 @@ class Sequence:
         "finish_reason",  # FinishReason | None
         "index",  # which of the request's sequences
         "is_beam",
+        "is_prefilling",  # whether it runs, or did, with more than its newest token to compute
         "max_num_tokens",  # length at which it ends, prompt included
         "min_num_tokens",  # length below which no token ends it, prompt included
         "num_computed_tokens",  # tokens whose keys and values are in the cache
@@ -62,6 +68,7 @@ class Sequence:
         self.cumulative_logprob = 0.0
         self.candidates: tuple[tuple[int, float], ...] | None = None  # (token, log-probability)
         self.status = SequenceStatus.WAITING
+        self.is_prefilling = False
         self.finish_reason: FinishReason | None = None
         self.stop_reason: int | str | None = None
         self.end_token_ids = frozenset(params.stop_token_ids)
@@ -123,7 +130,9 @@ class Request:
 
     They are `params.num_sequences` from the start, or the live beams of a search: one until the
     prompt is computed, then `beam_width`. `seed` is `params.seed`, or one that the engine chose;
-    `arrival_time` is in seconds on the engine's monotonic clock. ValueError for an empty prompt.
+    `arrival_time` and `deadline_s`, when it is ended if it has not finished, are in seconds on the
+    engine's monotonic clock. `priority` counts where the policy looks at it: lower goes first.
+    ValueError for an empty prompt.
     """
 
     request_id: str
@@ -131,11 +140,19 @@ class Request:
     params: SamplingParams
     arrival_time: float
     seed: int
+    priority: int = 0
+    deadline_s: float | None = None
     sequences: list[Sequence] = field(init=False, repr=False)
     beam_search: BeamSearch | None = field(init=False, default=None, repr=False)
     # Leading prompt tokens that were in the cache when it was first admitted; None before.
     num_cached_tokens: int | None = field(init=False, default=None)
-    num_preemptions: int = field(init=False, default=0)  # of all its sequences
+    # Its place in the order in which requests are served, and preempted from the end of; lower goes
+    # first. Fixed when it is added.
+    rank: tuple[PolicyKey, int] = field(init=False, repr=False, default=(0.0, 0))
+    # Only those of equal salts find each other's blocks in the prefix cache.
+    salt: Hashable = field(init=False, repr=False, default=None)
+    num_preemptions: int = field(init=False, default=0)  # its sequences together count as one
+    error: str | None = field(init=False, default=None)  # why it failed
     # Of the prompt's tokens from the second on, as far as they are computed, where asked for.
     prompt_logprobs: list[TokenLogprobs] = field(init=False, repr=False, default_factory=list)
 

@@ -152,6 +152,11 @@ class SamplingParams:
         )
 
     @property
+    def needs_history(self) -> bool:
+        """Whether sampling depends on the tokens so far, or on how many there are."""
+        return self.min_tokens > 0 or self.has_penalties
+
+    @property
     def stop_strings(self) -> tuple[str, ...]:
         """`stop` as a tuple."""
         return self.stop  # type: ignore[return-value]  # normalised on construction

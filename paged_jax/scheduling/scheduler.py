@@ -1,32 +1,51 @@
-"""Iteration-level scheduling (ORCA), first come first served, with preemption by recompute.
+"""Iteration-level scheduling (ORCA): admission, decodes and chunks of prefill, preemption.
 
-Progress: everything admitted finishes. Sequences run in the order in which they were added: at any
-time those that run are older than those that wait, because admission takes the oldest that waits
-and preemption the youngest that runs. So the oldest unfinished sequence runs, or is admitted as
-soon as nothing else does (no watermark applies then, and `add` has made sure that it fits alone).
-It is preempted only if no younger one is left to preempt, that is if it cannot grow while alone,
-which `add` has ruled out. The token budget is at least `max_num_seqs` and decodes take one token
-each, so it always leaves one for a running sequence that is not fully prefilled. Hence each
-iteration computes at least one token of the oldest sequence, and it ends.
+Progress: every request ends, whatever the policy, as long as only finitely many can come to stand
+before any given one (see `policies`). All decisions are taken in order of rank, which is fixed.
+
+Take the first unfinished request in that order, once no other will come to stand before it. If one
+of its sequences runs, that is preempted for no other request: victims are taken from the end. It
+is preempted for itself only if it is alone and its beams hold too many blocks, which they do not
+once they have been computed again one after the other, or if it has siblings to make room for. The
+token budget is at least `max_num_seqs`, and decodes take one token each, so it leaves one for the
+first sequence that is not fully prefilled; a target for the time between tokens leaves one as well.
+Hence each iteration computes at least one token of it, and it ends. If none of its sequences runs,
+it is the next to be admitted and nobody else is. The same holds for the first of those that run, so
+they end one by one or are preempted, at the latest until nothing runs; and then it is admitted: no
+watermark applies, `add` has made sure that it fits, and what is swapped out but cannot come back as
+it was is recomputed. Under static batching the others end likewise. By induction all end.
 
 The beams of a search count as one sequence in this: they stand side by side, are preempted
 together, and go on when all of them have been computed. A sequence waits while a sibling is being
-prefilled, to share what that computes; the sibling is older.
+prefilled, to share what that computes. Where beams that run would wait for siblings which another
+request keeps from being admitted, with nothing else to run, they give up their blocks.
+
+Preemptions are bounded. Each time a request is preempted, it leaves about twice as many blocks free
+when it is admitted again, so after log2(blocks) + 1 times it is admitted only when nothing runs;
+from then on only requests that are added later and stand before it can preempt it, each once, and
+its own sequences each other, each once more.
 """
 
 import collections.abc
-from collections import deque
-from itertools import chain
 
 from paged_jax.memory.interface import MemoryManager
 from paged_jax.memory.usage import MemoryUsage
-from paged_jax.scheduling import beams
-from paged_jax.scheduling.batch import PrefillChunk, ScheduledBatch
-from paged_jax.scheduling.fitting import check_fits, pin
-from paged_jax.scheduling.forks import add_forks, start_forks
+from paged_jax.scheduling.admission import Admission
+from paged_jax.scheduling.ahead import decodes_after
+from paged_jax.scheduling.batch import ScheduledBatch
+from paged_jax.scheduling.chunking import PrefillBudget, PrefillPlan
+from paged_jax.scheduling.ending import Unfinished
+from paged_jax.scheduling.estimates import StepEstimates
+from paged_jax.scheduling.fitting import check_fits, check_queue, pin
+from paged_jax.scheduling.forks import add_forks
+from paged_jax.scheduling.limits import check_limits
 from paged_jax.scheduling.logprobs import TokenLogprobs
+from paged_jax.scheduling.policies import Policy, make_policy
+from paged_jax.scheduling.preemption import Preemption, PreemptionMode
 from paged_jax.scheduling.prefill_sizes import fit_to_sizes
+from paged_jax.scheduling.queues import Queues
 from paged_jax.scheduling.request import FinishReason, Request, Sequence, SequenceStatus
+from paged_jax.scheduling.results import Results
 
 
 class Scheduler:
@@ -42,6 +61,14 @@ class Scheduler:
         none: any number.
     enable_prefix_caching: whether requests share what they have in common; sequences of one
         request always do.
+    policy: in which order requests are served, by name or as an object.
+    preemption_mode: how blocks are taken when they run out, see `Preemption`.
+    enable_chunked_prefill: whether prompts are cut into chunks. Otherwise each is computed whole
+        in one iteration, for which `max_num_batched_tokens` must be at least `max_model_len`.
+    target_inter_token_s: seconds that an iteration with decodes should take at most; by it prefill
+        is held back. None: they take what they take.
+    max_num_waiting: requests that wait, at most; more are refused. None: any number.
+    estimates: what iterations cost; whoever executes them feeds it.
     """
 
     def __init__(
@@ -56,170 +83,196 @@ class Scheduler:
         watermark: float = 0.01,
         prefill_sizes: collections.abc.Sequence[int] = (),
         enable_prefix_caching: bool = True,
+        policy: str | Policy = "fcfs",
+        preemption_mode: PreemptionMode = "auto",
+        enable_chunked_prefill: bool = True,
+        target_inter_token_s: float | None = None,
+        max_num_waiting: int | None = None,
+        estimates: StepEstimates | None = None,
     ):
-        limits = {
-            "max_num_seqs": max_num_seqs,
-            "max_model_len": max_model_len,
-            "max_prefill_seqs": max_prefill_seqs,
-        }
-        for name, value in limits.items():
-            if value < 1:
-                raise ValueError(f"{name} must be at least 1, got {value}")
-        if max_num_batched_tokens < max_num_seqs:
-            raise ValueError(
-                f"max_num_batched_tokens {max_num_batched_tokens} is less than max_num_seqs "
-                f"{max_num_seqs}: a token for each running sequence must fit in an iteration"
-            )
-        if not 0 <= watermark < 1:
-            raise ValueError(f"watermark must be at least 0 and below 1, got {watermark}")
+        check_limits(
+            max_num_seqs=max_num_seqs,
+            max_num_batched_tokens=max_num_batched_tokens,
+            max_model_len=max_model_len,
+            max_prefill_seqs=max_prefill_seqs,
+            max_num_waiting=max_num_waiting,
+            watermark=watermark,
+            enable_chunked_prefill=enable_chunked_prefill,
+        )
         self.memory = memory
+        self.policy = make_policy(policy)
+        self.estimates = StepEstimates() if estimates is None else estimates
         self.max_num_seqs = max_num_seqs
         self.max_num_batched_tokens = max_num_batched_tokens
         self.max_model_len = max_model_len
         self.max_prefill_seqs = max_prefill_seqs
-        self._prefill_sizes = tuple(prefill_sizes)
+        self.max_num_waiting = max_num_waiting
+        self.enable_chunked_prefill = enable_chunked_prefill
+        # Where prompts are not cut, not even to save padding.
+        self._prefill_sizes = tuple(prefill_sizes) if enable_chunked_prefill else ()
+        self._prefill_budget = PrefillBudget(
+            max_num_batched_tokens,
+            is_chunked=enable_chunked_prefill,
+            target_inter_token_s=target_inter_token_s,
+            least_tokens=min(prefill_sizes, default=1),
+            estimates=self.estimates,
+        )
         self._eos_token_ids = frozenset(eos_token_ids)
         self._enable_prefix_caching = enable_prefix_caching
-        self._watermark_blocks = int(watermark * memory.num_total_blocks)
 
-        self._requests: dict[str, Request] = {}  # those not finished
-        # Each in the order of addition, and all of one older than all of the next.
-        self._decoding: list[Sequence] = []
-        self._prefilling: list[Sequence] = []
-        self._waiting: deque[Sequence] = deque()
-
-        self.num_finished = 0  # sequences, for whatever reason
-        self.num_preemptions = 0
-        self.num_recomputed_tokens = 0  # computed before a preemption and lost by it
-
-    @property
-    def has_work(self) -> bool:
-        return bool(self._requests)
-
-    @property
-    def num_waiting(self) -> int:
-        return len(self._waiting)
-
-    @property
-    def num_running(self) -> int:
-        return len(self._decoding) + len(self._prefilling)
+        self.queues = Queues()
+        self._unfinished = Unfinished(memory, self.queues)
+        self._preemption = Preemption(memory, self.queues, preemption_mode, self.estimates)
+        self._admission = Admission(
+            memory,
+            self.queues,
+            self._preemption,
+            self.policy,
+            max_num_seqs=max_num_seqs,
+            watermark_blocks=int(watermark * memory.num_total_blocks),
+        )
+        self._results = Results(memory, self.queues, self._unfinished, frozenset(eos_token_ids))
+        self._num_added = 0
+        self.num_refused = 0  # requests that `add` has not taken
+        self.num_swapped_out_blocks = 0
+        self.num_swapped_in_blocks = 0
 
     def add(self, request: Request) -> None:
-        """Queue a request; ValueError with the numbers if it can never fit."""
-        if request.request_id in self._requests:
+        """Queue a request.
+
+        ValueError with the numbers if it can never fit, QueueFull if too many wait already.
+        """
+        if request.request_id in self._unfinished.requests:
             raise ValueError(
                 f"request {request.request_id!r} is running already; give each request an id of "
                 "its own"
             )
-        check_fits(
-            request,
-            self.memory,
-            max_model_len=self.max_model_len,
-            max_num_seqs=self.max_num_seqs,
-        )
+        try:
+            check_fits(
+                request,
+                self.memory,
+                max_model_len=self.max_model_len,
+                max_num_seqs=self.max_num_seqs,
+            )
+            if self.max_num_waiting is not None:
+                check_queue(request, self.num_waiting_requests, self.max_num_waiting)
+        except ValueError:
+            self.num_refused += 1
+            raise
         request.begin(self._eos_token_ids)
-        self._requests[request.request_id] = request
-        self._waiting += request.sequences
+        request.rank = self.policy.key(request), self._num_added
+        salt = request.params.cache_salt
+        request.salt = salt if self._enable_prefix_caching else (request.request_id,)
+        self._num_added += 1
+        self._unfinished.add(request)
 
     def schedule(self) -> ScheduledBatch:
         """Plan an iteration and allocate its slots; not empty while there is work."""
+        queues, admission = self.queues, self._admission
         preempted = self._grow_decoding()
-        decodes = [seq for seq in self._decoding if seq.candidates is None]
-        prefills: list[PrefillChunk] = []
-        budget = self.max_num_batched_tokens - len(decodes)
-        # Those whose chunk the last iteration cut short, or left out; they kept to its limits.
-        for seq in self._prefilling:
-            if budget > 0:
-                budget -= _add_chunk(prefills, seq, budget)
-        # Who has just been preempted would be the first to come in, only to be thrown out again.
+        is_open = admission.is_open
+        resumed = [] if preempted else self._resume(preempted, is_open)
+        decodes = self._decodes()
+        plan = self._plan_prefills(len(decodes), {})
+        # Who has just been preempted might be the first to come in, only to be thrown out again.
         if not preempted:
-            self._admit(prefills, budget)
-        if not decodes and not prefills:
-            # Nothing older than what waits. Beams may hold blocks twice, computed side by side with
-            # another request: they start again, and find one of each in the cache.
-            if self._decoding:
-                preempted += self._preempt(self._decoding[-1])
-            self._admit(prefills, budget)
+            admission.admit(plan, is_open=is_open)
+        while self.has_work and not decodes and not plan.chunks:
+            # Only beams run, if any, that wait for others of their search.
+            if queues.decoding:
+                preempted += self._preemption.start_again(queues.decoding[-1].request)
+            was_idle, is_open = not queues.num_running, admission.is_open
+            resumed += self._resume(preempted, is_open)
+            decodes = self._decodes()
+            plan = self._plan_prefills(len(decodes), {})
+            admission.admit(plan, is_open=is_open)
+            if was_idle and not queues.num_running:
+                left_out = (queues.waiting or queues.swapped)[0]
+                raise RuntimeError(
+                    f"nothing runs, and still {left_out!r} is not admitted: either the memory "
+                    "manager or the policy keeps it out for ever"
+                )
+        return self._batch(decodes, plan, preempted, resumed)
+
+    def schedule_ahead(self, batch: ScheduledBatch) -> ScheduledBatch | None:
+        """Plan the iteration after `batch`, which has been planned last and is not updated yet.
+
+        Each sequence that `batch` samples has one token more when it decodes, and one that has
+        ended by then is passed over by the update. None if the plan has to wait for the tokens, or
+        if nothing would be left to do; call `schedule` when they are there. No other iteration may
+        be planned before `batch` is updated.
+        """
+        decodes = decodes_after(batch, self.queues, self.memory)
+        if decodes is None:
+            return None
+        in_flight = {chunk.seq.seq_id: chunk.num_tokens for chunk in batch.prefills}
+        plan = self._plan_prefills(len(decodes), in_flight)
+        self._admission.admit(plan, is_open=self._admission.is_open)
+        return self._batch(decodes, plan, [], []) if decodes or plan.chunks else None
+
+    def _plan_prefills(self, num_decodes: int, in_flight: dict[int, int]) -> PrefillPlan:
+        """Go on with those whose chunk the last iteration cut short, or left out.
+
+        `in_flight`: by sequence id, tokens whose computation is under way.
+        """
+        plan = PrefillPlan(
+            self._prefill_budget.beside(num_decodes),
+            self.max_prefill_seqs,
+            is_chunked=self.enable_chunked_prefill,
+        )
+        for seq in self.queues.prefilling:
+            if plan.has_room:
+                plan.add(seq, in_flight.get(seq.seq_id, 0))
+        return plan
+
+    def _batch(
+        self,
+        decodes: list[Sequence],
+        plan: PrefillPlan,
+        preempted: list[Sequence],
+        resumed: list[Sequence],
+    ) -> ScheduledBatch:
+        prefills = plan.chunks
         fit_to_sizes(prefills, self._prefill_sizes)
         if prefills:
-            add_forks(prefills, self.memory, self.max_num_seqs - self._num_taken_places)
-        return ScheduledBatch(prefills, decodes, preempted, self.memory.pending_copies())
+            add_forks(prefills, self.memory, self.max_num_seqs - self.queues.num_taken_places)
+        swaps = self.memory.pending_swaps()
+        return ScheduledBatch(
+            prefills,
+            decodes,
+            preempted,
+            self.memory.pending_copies(),
+            swaps.outs,
+            swaps.ins,
+            resumed,
+        )
+
+    def _decodes(self) -> list[Sequence]:
+        """Those who decode, but for beams that wait for others."""
+        return [seq for seq in self.queues.decoding if seq.candidates is None]
+
+    def _resume(self, preempted: list[Sequence], is_open: bool) -> list[Sequence]:
+        """Swap in whoever is next, with slots for their decodes."""
+        resumed = self._admission.resume(is_open=is_open) if self.queues.swapped else []
+        if resumed:
+            preempted += self._grow_decoding()
+        return resumed
 
     def _grow_decoding(self) -> list[Sequence]:
-        """Allocate a slot for each decode, oldest first; returns those preempted for it."""
+        """Allocate a slot for each decode, in order; returns those preempted for it."""
         preempted: list[Sequence] = []
         append, block_size = self.memory.append, self.memory.block_size
-        for seq in self._decoding:  # a preemption cuts this list at its end
+        for seq in self.queues.decoding:  # a preemption cuts this list at its end
             num_tokens = len(seq.token_ids)
             if num_tokens <= seq.num_writable_slots:
                 continue
             while not append(seq.seq_id, num_tokens):
-                preempted += self._preempt((self._prefilling or self._decoding)[-1])
+                preempted += self._preemption.make_room(seq)
                 if seq.status is not SequenceStatus.RUNNING:
                     break
             else:
                 seq.num_writable_slots = -(-num_tokens // block_size) * block_size
         return preempted
-
-    def _preempt(self, victim: Sequence) -> list[Sequence]:
-        """Take its blocks from the youngest sequence; if it is a beam, from all of its search."""
-        request = victim.request
-        group = [victim] if request.beam_search is None else request.sequences
-        preempted = [seq for seq in reversed(group) if seq.status is SequenceStatus.RUNNING]
-        for seq in preempted:
-            self.memory.free(seq.seq_id)
-            (self._decoding if seq in self._decoding else self._prefilling).remove(seq)
-            self.num_preemptions += 1
-            self.num_recomputed_tokens += seq.num_computed_tokens
-            request.num_preemptions += 1
-            seq.num_computed_tokens = seq.num_writable_slots = 0
-            seq.candidates = None
-            seq.status = SequenceStatus.WAITING
-            self._waiting.appendleft(seq)  # older than all that wait
-        return preempted
-
-    def _admit(self, prefills: list[PrefillChunk], budget: int) -> None:
-        waiting, prefilling = self._waiting, self._prefilling
-        num_taken = self._num_taken_places
-        while waiting and budget > 0 and len(prefills) < self.max_prefill_seqs:
-            seq = waiting[0]
-            request = seq.request
-            if num_taken + seq.num_places > self.max_num_seqs:
-                return
-            if prefilling and prefilling[-1].request is request:
-                return
-            num_cached = self.memory.allocate(
-                seq.seq_id,
-                seq.token_ids,
-                salt=self._salt(request),
-                max_num_tokens=seq.max_num_slots,
-                keep_free_blocks=0 if self._is_alone(request) else self._watermark_blocks,
-                use_cache=not request.lacks_prompt_logprobs,
-            )
-            if num_cached is None:
-                return
-            waiting.popleft()
-            seq.status = SequenceStatus.RUNNING
-            seq.num_computed_tokens = num_cached
-            if request.num_cached_tokens is None:
-                request.num_cached_tokens = num_cached
-            prefilling.append(seq)
-            num_taken += seq.num_places
-            budget -= _add_chunk(prefills, seq, budget)
-
-    def _is_alone(self, request: Request) -> bool:
-        """Whether nothing of another request runs; what runs is older than what waits."""
-        oldest = next(chain(self._decoding, self._prefilling), None)
-        return oldest is None or oldest.request is request
-
-    @property
-    def _num_taken_places(self) -> int:
-        """Sequences that run, and beams that will when their prompt is computed."""
-        return len(self._decoding) + sum(seq.num_places for seq in self._prefilling)
-
-    def _salt(self, request: Request) -> collections.abc.Hashable:
-        """Sequences of equal salts find each other's blocks."""
-        return request.params.cache_salt if self._enable_prefix_caching else (request.request_id,)
 
     def update(
         self,
@@ -235,126 +288,42 @@ class Scheduler:
         request still lacked. What was finished or aborted since the batch was scheduled is passed
         over.
         """
-        decodes = batch.decodes
-        if len(sampled) != batch.num_samples:
-            raise ValueError(f"{len(sampled)} tokens for {batch.num_samples} samples")
-        running = SequenceStatus.RUNNING
-        block_size, publish = self.memory.block_size, self.memory.publish
-        ended: list[Sequence] = []
-        for seq, token in zip(decodes, sampled, strict=False):
-            if seq.status is running:
-                token_ids = seq.token_ids
-                seq.num_computed_tokens = num_tokens = len(token_ids)
-                if not num_tokens % block_size:
-                    publish(seq.seq_id, token_ids, num_tokens)
-                if seq.is_beam:
-                    continue
-                token_ids.append(token)
-                if num_tokens + 1 >= seq.max_num_tokens or token in seq.end_token_ids:
-                    ended.append(seq)
-        if batch.prefills:
-            self._update_prefills(batch, sampled[len(decodes) :], ended)
-            for chunk, scores in zip(batch.prefills, prompt_logprobs, strict=False):
-                chunk.seq.request.prompt_logprobs += scores
-        searching: dict[str, Request] = {}
-        if logprobs.count(None) < len(logprobs):
-            for seq, row in zip(batch.sampled, logprobs, strict=False):
-                if row is not None and seq.status is running:
-                    seq.cumulative_logprob += row.sampled
-                    if seq.is_beam:
-                        seq.candidates = row.top
-                        searching[seq.request.request_id] = seq.request
-        finished = [seq for seq in ended if self._end(seq)]
-        for request in searching.values():
-            finished += self._advance_beams(request)
-        return finished
+        self.num_swapped_out_blocks += len(batch.swap_outs)
+        self.num_swapped_in_blocks += len(batch.swap_ins)
+        return self._results.take(batch, sampled, logprobs, prompt_logprobs)
 
-    def _update_prefills(
-        self,
-        batch: ScheduledBatch,
-        sampled: collections.abc.Sequence[int],
-        ended: list[Sequence],
-    ) -> None:
-        first_tokens = iter(sampled)
-        for chunk in batch.prefills:
-            seq = chunk.seq
-            tokens = [next(first_tokens) for _ in (seq, *chunk.forks)] if chunk.completes else []
-            if seq.status is not SequenceStatus.RUNNING:
-                continue
-            seq.num_computed_tokens += chunk.num_tokens
-            self.memory.publish(seq.seq_id, seq.token_ids, seq.num_computed_tokens)
-            if not chunk.completes:
-                continue
-            self._prefilling.remove(seq)
-            started = [seq, *start_forks(chunk, self.memory, self._waiting)]
-            self._decoding += started
-            if seq.request.beam_search is not None:
-                continue
-            for started_seq, token in zip((seq, *chunk.forks), tokens, strict=True):
-                if started_seq in started:
-                    started_seq.token_ids.append(token)
-                    ended.append(started_seq)
+    def recover(self, *, cache_lost: bool) -> None:
+        """After an iteration whose execution raised: let the next one do its work.
 
-    def _advance_beams(self, request: Request) -> list[Sequence]:
-        """Take a step of the search if all its beams have candidates; returns those that end."""
-        if any(seq.candidates is None for seq in request.sequences):
-            return []
-        search = request.beam_search
-        assert search is not None
-        try:
-            old = beams.advance(request, self.memory)
-        except ValueError:
-            reason: FinishReason = "error"
-        else:
-            if not search.is_done:
-                at = self._decoding.index(old[0])
-                self._decoding[at : at + len(old)] = request.sequences
-                return []
-            reason = "stop"
-        ending = request.sequences
-        for seq in ending:
-            self.finish(seq, reason)
-        return ending
-
-    def _end(self, seq: Sequence) -> bool:
-        """Finish the sequence if its newest token ends it."""
-        token = seq.token_ids[-1]
-        num_tokens = len(seq.token_ids)
-        if token in seq.end_token_ids and num_tokens >= seq.min_num_tokens:
-            params = seq.request.params
-            is_eos = token in self._eos_token_ids and not params.ignore_eos
-            self.finish(seq, "stop", None if is_eos else token)
-        elif num_tokens >= seq.max_num_tokens:
-            self.finish(seq, "length")
-        return seq.is_finished
+        If the cache is intact nothing has happened: who was to be computed is planned again, and
+        what was to be moved or copied still is. If it is lost, all that held blocks in it wait
+        again, and pinned prefixes are forgotten; what is in host memory is kept.
+        """
+        if not cache_lost:
+            return
+        lost = set(self.memory.reset())
+        for request in self._unfinished.requests.values():
+            for seq in request.sequences:
+                if seq.seq_id in lost:
+                    self._preemption.forget(seq)
 
     def finish(
         self, seq: Sequence, reason: FinishReason, stop_reason: int | str | None = None
     ) -> None:
         """End a sequence in any state and free its blocks; nothing happens if it has ended."""
-        if seq.status is SequenceStatus.FINISHED:
-            return
-        if seq.status is SequenceStatus.WAITING:
-            self._waiting.remove(seq)
-        else:
-            self.memory.free(seq.seq_id)
-            (self._decoding if seq in self._decoding else self._prefilling).remove(seq)
-        seq.status = SequenceStatus.FINISHED
-        seq.finish_reason = reason
-        seq.stop_reason = stop_reason
-        self.num_finished += 1
-        if seq.request.is_finished:
-            del self._requests[seq.request.request_id]
+        self._unfinished.finish(seq, reason, stop_reason)
 
     def abort(self, request_id: str) -> list[Sequence]:
         """End what is left of a request; returns those sequences, none if it has ended."""
-        request = self._requests.get(request_id)
-        if request is None:
-            return []
-        aborted = [seq for seq in request.sequences if not seq.is_finished]
-        for seq in aborted:
-            self.finish(seq, "abort")
-        return aborted
+        return self._unfinished.end(request_id, "abort")
+
+    def fail(self, request_id: str, message: str) -> list[Sequence]:
+        """The same for a request that failed; nothing that only it has computed stays cached."""
+        return self._unfinished.fail(request_id, message)
+
+    def expire(self, now: float) -> list[Sequence]:
+        """End all requests whose deadline has come; returns their sequences."""
+        return self._unfinished.expire(now)
 
     def pin(self, token_ids: collections.abc.Sequence[int], salt: str | None) -> int:
         """Keep a prefix's blocks in the cache; returns how many of its tokens they hold.
@@ -362,17 +331,62 @@ class Scheduler:
         ValueError, and nothing changes, if a request that waits or runs could not finish with
         what is left.
         """
-        return pin(self.memory, self._requests.values(), token_ids, salt)
+        return pin(self.memory, self._unfinished.requests.values(), token_ids, salt)
 
     def memory_usage(self) -> MemoryUsage:
         """Where the KV slots are now."""
-        running = (*self._decoding, *self._prefilling)
+        running = self.queues.running()
         return self.memory.usage({seq.seq_id: seq.num_computed_tokens for seq in running})
 
+    @property
+    def has_work(self) -> bool:
+        return bool(self._unfinished.requests)
 
-def _add_chunk(prefills: list[PrefillChunk], seq: Sequence, budget: int) -> int:
-    """Schedule as much of the sequence's prefill as the budget allows; returns its tokens."""
-    start = seq.num_computed_tokens
-    num_tokens = min(budget, len(seq.token_ids) - start)
-    prefills.append(PrefillChunk(seq, start, num_tokens))
-    return num_tokens
+    @property
+    def num_running(self) -> int:
+        """Sequences that run; likewise for those that wait, and are swapped out."""
+        return self.queues.num_running
+
+    @property
+    def num_waiting(self) -> int:
+        return len(self.queues.waiting)
+
+    @property
+    def num_swapped(self) -> int:
+        return len(self.queues.swapped)
+
+    @property
+    def num_waiting_requests(self) -> int:
+        """Requests some of whose sequences wait or are swapped out."""
+        queues = self.queues
+        return len({seq.request.request_id for seq in (*queues.waiting, *queues.swapped)})
+
+    @property
+    def num_finished(self) -> int:
+        """Sequences that have ended, for whatever reason."""
+        return self._unfinished.num_finished
+
+    @property
+    def num_timeouts(self) -> int:
+        """Requests ended by their deadline."""
+        return self._unfinished.num_timeouts
+
+    @property
+    def num_preemptions(self) -> int:
+        """Times that blocks were taken from running sequences of a request, together."""
+        return self._preemption.num_preemptions
+
+    @property
+    def num_preemptions_by_swap(self) -> int:
+        """Of which by moving them to host memory."""
+        return self._preemption.num_preemptions_by_swap
+
+    @property
+    def num_swap_fallbacks(self) -> int:
+        """Times that blocks should have been kept in host memory, and were recomputed instead."""
+        return self._preemption.num_swap_fallbacks
+
+    @property
+    def num_recomputed_tokens(self) -> int:
+        """Tokens that were computed and lost."""
+        return self._preemption.num_recomputed_tokens

@@ -1,0 +1,74 @@
+"""Writes Chrome's trace event format, which Perfetto and chrome://tracing open.
+
+The file is an array of events, each on its own line, written as they come: without the bracket
+that `close` adds, after a crash, viewers still open it. Times are whole microseconds.
+"""
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from paged_jax.observability.output_file import open_output
+
+_encode = json.JSONEncoder(separators=(",", ":"), allow_nan=False).encode
+Args = Mapping[str, Any]
+
+
+class TraceFile:
+    """Events on tracks, which are threads (`tid`) of processes (`pid`) in the format's words.
+
+    Spans of one track must nest. ValueError for a path that cannot be written.
+    """
+
+    def __init__(self, path: str | Path):
+        self._file = open_output(path)
+        self._separator = "[\n"
+
+    def process(self, pid: int, name: str) -> None:
+        """Name a group of tracks; groups are sorted by number."""
+        for event, args in (("process_name", {"name": name}), ("process_sort_index", _sort(pid))):
+            self._write({"ph": "M", "pid": pid, "tid": 0, "ts": 0, "name": event, "args": args})
+
+    def track(self, pid: int, tid: int, name: str) -> None:
+        """Name a track; tracks are sorted by number."""
+        for event, args in (("thread_name", {"name": name}), ("thread_sort_index", _sort(tid))):
+            self._write({"ph": "M", "pid": pid, "tid": tid, "ts": 0, "name": event, "args": args})
+
+    def span(self, pid: int, tid: int, name: str, start: int, end: int, args: Args) -> None:
+        """Something that took from `start` to `end`."""
+        if end < start:
+            raise ValueError(f"the span {name!r} ends at {end} us, before its start at {start} us")
+        event = {"ph": "X", "pid": pid, "tid": tid, "ts": start, "dur": end - start, "name": name}
+        self._write({**event, "args": args})
+
+    def begin(self, pid: int, tid: int, name: str, time: int, args: Args) -> None:
+        """Something that goes on until `end`."""
+        self._write({"ph": "B", "pid": pid, "tid": tid, "ts": time, "name": name, "args": args})
+
+    def end(self, pid: int, tid: int, time: int, args: Args) -> None:
+        """The end of what began last on the track and goes on."""
+        self._write({"ph": "E", "pid": pid, "tid": tid, "ts": time, "args": args})
+
+    def instant(self, pid: int, tid: int, name: str, time: int, args: Args) -> None:
+        event = {"ph": "i", "s": "t", "pid": pid, "tid": tid, "ts": time, "name": name}
+        self._write({**event, "args": args})
+
+    def counter(self, pid: int, name: str, time: int, values: Mapping[str, int]) -> None:
+        """Values from this time on, drawn as one stack or one line each."""
+        event = {"ph": "C", "pid": pid, "tid": 0, "ts": time, "name": name}
+        self._write({**event, "args": values})
+
+    def close(self) -> None:
+        """Complete the file; nothing happens if it is closed."""
+        if not self._file.closed:
+            self._file.write("[]\n" if self._separator == "[\n" else "\n]\n")
+            self._file.close()
+
+    def _write(self, event: dict[str, Any]) -> None:
+        self._file.write(self._separator + _encode(event))
+        self._separator = ",\n"
+
+
+def _sort(index: int) -> dict[str, int]:
+    return {"sort_index": index}

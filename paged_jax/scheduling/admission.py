@@ -1,0 +1,119 @@
+"""Admission: which of those that wait, or are swapped out, run from now on."""
+
+from paged_jax.memory.interface import MemoryManager
+from paged_jax.scheduling.chunking import PrefillPlan
+from paged_jax.scheduling.policies import Policy
+from paged_jax.scheduling.preemption import Preemption
+from paged_jax.scheduling.queues import Queues
+from paged_jax.scheduling.request import Request, Sequence, SequenceStatus
+
+
+class Admission:
+    """Admits in order; who does not fit holds up all after it.
+
+    watermark_blocks: blocks to leave free for running sequences to grow. Each time that a request
+        is preempted it leaves more of them, about twice as many as before: in the end it comes in
+        only when nothing else runs. That bounds preemptions by the logarithm of the pool's size.
+    """
+
+    def __init__(
+        self,
+        memory: MemoryManager,
+        queues: Queues,
+        preemption: Preemption,
+        policy: Policy,
+        *,
+        max_num_seqs: int,
+        watermark_blocks: int,
+    ):
+        self._memory = memory
+        self._queues = queues
+        self._preemption = preemption
+        self._policy = policy
+        self._max_num_seqs = max_num_seqs
+        self._watermark_blocks = watermark_blocks
+
+    @property
+    def is_open(self) -> bool:
+        """Whether the policy lets anybody in beside those who run now."""
+        return self._policy.may_admit(self._queues.num_running)
+
+    def resume(self, *, is_open: bool) -> list[Sequence]:
+        """Swap in those that are next; returns them. Each has a free block to grow into."""
+        queues, resumed = self._queues, []
+        while queues.next_is_swapped:
+            group = queues.next_swapped()
+            request = group[0].request
+            num_places = sum(seq.num_places for seq in group)
+            if queues.num_taken_places + num_places > self._max_num_seqs:
+                break
+            if not is_open and not _runs(request):
+                break
+            if self._memory.swap_in(
+                [seq.seq_id for seq in group],
+                {seq.seq_id: seq.token_ids for seq in group},
+                salt=request.salt,
+                keep_free_blocks=self._keep_free_blocks(request) + len(group),
+            ):
+                for seq in group:
+                    queues.move(seq, SequenceStatus.RUNNING, is_prefilling=seq.is_prefilling)
+                resumed += group
+            elif not queues.num_running:
+                # More is pinned by now, or they have no room to grow: they do not fit side by side.
+                self._preemption.give_up_swapped(group)
+            else:
+                break
+        return resumed
+
+    def admit(self, plan: PrefillPlan, *, is_open: bool) -> None:
+        """Start to prefill those that are next, as far as the plan and the memory have room."""
+        queues, waiting = self._queues, self._queues.waiting
+        if not waiting:
+            return
+        num_taken = queues.num_taken_places
+        at = 0
+        while at < len(waiting) and (plan.has_room or self._policy.admits_batches):
+            seq = waiting[at]
+            request = seq.request
+            if num_taken + seq.num_places > self._max_num_seqs or queues.next_is_swapped:
+                return
+            if not is_open and not _runs(request):
+                return
+            # It waits for a sibling, to share what that computes.
+            if any(other.request is request for other in queues.prefilling):
+                if not self._policy.admits_batches:
+                    return
+                num_taken += 1
+                at += 1
+                continue
+            num_cached = self._memory.allocate(
+                seq.seq_id,
+                seq.token_ids,
+                salt=request.salt,
+                max_num_tokens=seq.max_num_slots,
+                keep_free_blocks=self._keep_free_blocks(request),
+                use_cache=not request.lacks_prompt_logprobs,
+            )
+            if num_cached is None:
+                return
+            queues.move(seq, SequenceStatus.RUNNING, is_prefilling=True)
+            seq.num_computed_tokens = num_cached
+            if request.num_cached_tokens is None:
+                request.num_cached_tokens = num_cached
+            num_taken += seq.num_places
+            if plan.has_room:
+                plan.add(seq)
+
+    def _keep_free_blocks(self, request: Request) -> int:
+        if not self._queues.num_running:
+            return 0
+        # Beams that run wait for those that do not.
+        if request.beam_search is not None and self._queues.runs_nothing_but(request):
+            return 0
+        num_blocks = self._memory.num_total_blocks
+        times = min(request.num_preemptions, num_blocks.bit_length())
+        return min(self._watermark_blocks + (1 << times) - 1, num_blocks)
+
+
+def _runs(request: Request) -> bool:
+    return any(seq.status is SequenceStatus.RUNNING for seq in request.sequences)

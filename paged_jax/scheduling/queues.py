@@ -1,0 +1,84 @@
+"""Who waits and who runs: unfinished sequences in the order in which they are served."""
+
+from bisect import bisect_left, insort
+from collections.abc import Iterator
+from itertools import takewhile
+
+from paged_jax.scheduling.request import PolicyKey, Request, Sequence, SequenceStatus
+
+
+def order(seq: Sequence) -> tuple[tuple[PolicyKey, int], int]:
+    """What all queues are sorted by: the rank of the request, then the place in it."""
+    return seq.request.rank, seq.index
+
+
+class Queues:
+    """Four lists of sequences, each sorted by `order`; a sequence is in the one of its state."""
+
+    __slots__ = ("decoding", "prefilling", "swapped", "waiting")
+
+    def __init__(self) -> None:
+        self.decoding: list[Sequence] = []  # running; all tokens but the newest are computed
+        self.prefilling: list[Sequence] = []  # running; more than that is to be computed
+        self.waiting: list[Sequence] = []  # hold no memory
+        self.swapped: list[Sequence] = []  # hold blocks in host memory
+
+    @property
+    def num_running(self) -> int:
+        return len(self.decoding) + len(self.prefilling)
+
+    @property
+    def num_taken_places(self) -> int:
+        """Sequences that run, and beams that will when their prompt is computed."""
+        return len(self.decoding) + sum(seq.num_places for seq in self.prefilling)
+
+    @property
+    def next_is_swapped(self) -> bool:
+        """Whether the first of those that do not run is swapped out."""
+        swapped, waiting = self.swapped, self.waiting
+        return bool(swapped) and (not waiting or order(swapped[0]) < order(waiting[0]))
+
+    def next_swapped(self) -> list[Sequence]:
+        """The first sequence that is swapped out, with all others of its request that are."""
+        request = self.swapped[0].request
+        return list(takewhile(lambda seq: seq.request is request, self.swapped))
+
+    def last_running(self) -> Sequence:
+        """The running sequence that is last in order; some sequence runs."""
+        return max((queue[-1] for queue in (self.decoding, self.prefilling) if queue), key=order)
+
+    def running(self) -> Iterator[Sequence]:
+        yield from self.decoding
+        yield from self.prefilling
+
+    def runs_nothing_but(self, request: Request) -> bool:
+        """Whether no sequence of another request runs."""
+        ends = (
+            seq for queue in (self.decoding, self.prefilling) for seq in (*queue[:1], *queue[-1:])
+        )
+        return all(seq.request is request for seq in ends)
+
+    def add_request(self, request: Request) -> None:
+        """All its sequences wait."""
+        at = bisect_left(self.waiting, (request.rank, 0), key=order)
+        self.waiting[at:at] = request.sequences
+
+    def move(self, seq: Sequence, status: SequenceStatus, *, is_prefilling: bool = False) -> None:
+        """Give an unfinished sequence another state."""
+        self.remove(seq)
+        seq.status = status
+        seq.is_prefilling = is_prefilling
+        insort(self._queue_of(seq), seq, key=order)
+
+    def remove(self, seq: Sequence) -> None:
+        """Take it out; ValueError if it is not where its state says."""
+        queue = self._queue_of(seq)
+        at = bisect_left(queue, order(seq), key=order)
+        if at == len(queue) or queue[at] is not seq:
+            raise ValueError(f"{seq!r} is in no queue")
+        del queue[at]
+
+    def _queue_of(self, seq: Sequence) -> list[Sequence]:
+        if seq.status is SequenceStatus.RUNNING:
+            return self.prefilling if seq.is_prefilling else self.decoding
+        return self.swapped if seq.status is SequenceStatus.SWAPPED else self.waiting

@@ -1,0 +1,124 @@
+"""What an iteration's results do: tokens are appended, full blocks published, sequences ended."""
+
+import collections.abc
+
+from paged_jax.memory.interface import MemoryManager
+from paged_jax.scheduling import beams
+from paged_jax.scheduling.batch import ScheduledBatch
+from paged_jax.scheduling.ending import Unfinished
+from paged_jax.scheduling.forks import start_forks
+from paged_jax.scheduling.logprobs import TokenLogprobs
+from paged_jax.scheduling.queues import Queues
+from paged_jax.scheduling.request import Request, Sequence, SequenceStatus
+
+
+class Results:
+    """Takes results in, for the scheduler."""
+
+    def __init__(
+        self,
+        memory: MemoryManager,
+        queues: Queues,
+        unfinished: Unfinished,
+        eos_token_ids: frozenset[int],
+    ):
+        self._memory = memory
+        self._queues = queues
+        self._unfinished = unfinished
+        self._eos_token_ids = eos_token_ids
+
+    def take(
+        self,
+        batch: ScheduledBatch,
+        sampled: collections.abc.Sequence[int],
+        logprobs: collections.abc.Sequence[TokenLogprobs | None],
+        prompt_logprobs: collections.abc.Sequence[collections.abc.Sequence[TokenLogprobs]],
+    ) -> list[Sequence]:
+        """See `Scheduler.update`."""
+        decodes = batch.decodes
+        if len(sampled) != batch.num_samples:
+            raise ValueError(f"{len(sampled)} tokens for {batch.num_samples} samples")
+        running = SequenceStatus.RUNNING
+        block_size, publish = self._memory.block_size, self._memory.publish
+        ended: list[Sequence] = []
+        for seq, token in zip(decodes, sampled, strict=False):
+            if seq.status is running:
+                token_ids = seq.token_ids
+                seq.num_computed_tokens = num_tokens = len(token_ids)
+                if not num_tokens % block_size:
+                    publish(seq.seq_id, token_ids, num_tokens)
+                if seq.is_beam:
+                    continue
+                token_ids.append(token)
+                if num_tokens + 1 >= seq.max_num_tokens or token in seq.end_token_ids:
+                    ended.append(seq)
+        if batch.prefills:
+            self._take_prefills(batch, sampled[len(decodes) :], ended)
+            for chunk, scores in zip(batch.prefills, prompt_logprobs, strict=False):
+                chunk.seq.request.prompt_logprobs += scores
+        searching: dict[str, Request] = {}
+        if logprobs.count(None) < len(logprobs):
+            for seq, row in zip(batch.sampled, logprobs, strict=False):
+                if row is not None and seq.status is running:
+                    seq.cumulative_logprob += row.sampled
+                    if seq.is_beam:
+                        seq.candidates = row.top
+                        searching[seq.request.request_id] = seq.request
+        finished = [seq for seq in ended if self._end(seq)]
+        for request in searching.values():
+            finished += self._advance_beams(request)
+        return finished
+
+    def _take_prefills(
+        self,
+        batch: ScheduledBatch,
+        sampled: collections.abc.Sequence[int],
+        ended: list[Sequence],
+    ) -> None:
+        first_tokens = iter(sampled)
+        for chunk in batch.prefills:
+            seq = chunk.seq
+            tokens = [next(first_tokens) for _ in (seq, *chunk.forks)] if chunk.completes else []
+            if seq.status is not SequenceStatus.RUNNING:
+                continue
+            seq.num_computed_tokens += chunk.num_tokens
+            self._memory.publish(seq.seq_id, seq.token_ids, seq.num_computed_tokens)
+            if not chunk.completes:
+                continue
+            self._queues.move(seq, SequenceStatus.RUNNING)
+            started = [seq, *start_forks(chunk, self._memory, self._queues)]
+            if seq.request.beam_search is not None:
+                continue
+            for started_seq, token in zip((seq, *chunk.forks), tokens, strict=True):
+                if started_seq in started:
+                    started_seq.token_ids.append(token)
+                    ended.append(started_seq)
+
+    def _advance_beams(self, request: Request) -> list[Sequence]:
+        """Take a step of the search if all its beams have candidates; returns those that end."""
+        if any(seq.candidates is None for seq in request.sequences):
+            return []
+        search = request.beam_search
+        assert search is not None
+        try:
+            old = beams.advance(request, self._memory)
+        except ValueError as error:
+            return self._unfinished.fail(request.request_id, f"beam search: {error}")
+        if not search.is_done:
+            decoding = self._queues.decoding
+            at = decoding.index(old[0])
+            decoding[at : at + len(old)] = request.sequences
+            return []
+        return self._unfinished.end(request.request_id, "stop")
+
+    def _end(self, seq: Sequence) -> bool:
+        """Finish the sequence if its newest token ends it."""
+        token = seq.token_ids[-1]
+        num_tokens = len(seq.token_ids)
+        if token in seq.end_token_ids and num_tokens >= seq.min_num_tokens:
+            params = seq.request.params
+            is_eos = token in self._eos_token_ids and not params.ignore_eos
+            self._unfinished.finish(seq, "stop", None if is_eos else token)
+        elif num_tokens >= seq.max_num_tokens:
+            self._unfinished.finish(seq, "length")
+        return seq.is_finished
