@@ -23,6 +23,7 @@ from collections.abc import Hashable, Mapping, Sequence
 
 from paged_jax.memory.block_pool import NULL_BLOCK
 from paged_jax.memory.buddy import BuddyAllocator, order_of
+from paged_jax.memory.interface import Swaps
 from paged_jax.memory.reservations import Reservation
 from paged_jax.memory.stats import SharingStats
 from paged_jax.memory.usage import MemoryUsage
@@ -93,6 +94,14 @@ class ContiguousManager:
 
     @property
     def num_pinned_blocks(self) -> int:
+        return 0
+
+    @property
+    def num_swap_blocks(self) -> int:
+        return 0
+
+    @property
+    def num_free_swap_blocks(self) -> int:
         return 0
 
     def num_blocks_needed(
@@ -225,6 +234,28 @@ class ContiguousManager:
                 table[:] = self._blocks(source, family)
         self._num_holders[source] = self._num_holders[target]
         return target
+
+    def swap_out(self, seq_ids: Sequence[int]) -> bool:
+        return False
+
+    def swap_in(
+        self,
+        seq_ids: Sequence[int],
+        token_ids: Mapping[int, Sequence[int]],
+        *,
+        salt: Hashable = None,
+        keep_free_blocks: int = 0,
+    ) -> bool:
+        raise KeyError(f"sequences {list(seq_ids)} are not swapped out: there is no host pool")
+
+    def pending_swaps(self) -> Swaps:
+        return Swaps([], [])
+
+    def take_swaps(self) -> Swaps:
+        return Swaps([], [])
+
+    def take_swap_outs(self) -> list[tuple[int, int]]:
+        return []
 
     def reset(self) -> list[int]:
         lost = list(self._tables)

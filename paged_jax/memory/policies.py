@@ -20,16 +20,27 @@ def make_memory(
     *,
     max_model_len: int,
     enable_prefix_caching: bool = True,
+    num_swap_blocks: int = 0,
 ) -> MemoryManager:
     """An empty manager of `num_blocks` blocks, the null block included.
 
-    policy: paged, or a name of `RESERVATIONS`: contiguous, without prefix cache.
+    policy: paged, or a name of `RESERVATIONS`: contiguous, without prefix cache and swapping.
     max_model_len: longest sequence; contiguous managers reserve by it.
     """
     if policy == PAGED:
-        return BlockManager(num_blocks, block_size, enable_prefix_caching=enable_prefix_caching)
+        return BlockManager(
+            num_blocks,
+            block_size,
+            enable_prefix_caching=enable_prefix_caching,
+            num_swap_blocks=num_swap_blocks,
+        )
     if policy not in RESERVATIONS:
         raise ValueError(f"unknown memory_policy {policy!r}; one of {', '.join(memory_policies())}")
+    if num_swap_blocks:
+        raise ValueError(
+            f"memory_policy {policy!r} preempts nobody to make room, so it swaps nothing; got a "
+            f"swap space of {num_swap_blocks} blocks, set it to 0"
+        )
     return ContiguousManager(
         num_blocks, block_size, max_model_len=max_model_len, reservation=RESERVATIONS[policy]
     )

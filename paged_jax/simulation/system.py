@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 
 from paged_jax.memory.policies import make_memory
+from paged_jax.scheduling.preemption import PreemptionMode
 from paged_jax.scheduling.scheduler import Scheduler
 
 
@@ -23,21 +24,20 @@ class SystemConfig:
     max_model_len: int = 2048
     max_prefill_seqs: int = 16
     prefill_sizes: tuple[int, ...] = ()
-    preemption_mode: str = "recompute"
+    preemption_mode: PreemptionMode = "recompute"
     swap_space_blocks: int = 0
     enable_prefix_caching: bool = False
     watermark: float = 0.01
 
     def scheduler(self) -> Scheduler:
         """An idle scheduler over empty memory; ValueError for what no system can be."""
-        if (self.scheduling_policy, self.preemption_mode) != ("fcfs", "recompute"):
-            raise ValueError(f"{self.scheduling_policy=}, {self.preemption_mode=} are not there")
         memory = make_memory(
             self.memory_policy,
             1 + self.num_slots // self.block_size,
             self.block_size,
             max_model_len=self.max_model_len,
             enable_prefix_caching=self.enable_prefix_caching,
+            num_swap_blocks=self.swap_space_blocks,
         )
         return Scheduler(
             memory,
@@ -49,4 +49,6 @@ class SystemConfig:
             watermark=self.watermark,
             prefill_sizes=self.prefill_sizes,
             enable_prefix_caching=self.enable_prefix_caching,
+            policy=self.scheduling_policy,
+            preemption_mode=self.preemption_mode,
         )
