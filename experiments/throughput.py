@@ -27,9 +27,9 @@ from typing import NamedTuple
 
 import matplotlib.pyplot as plt
 from absl import flags
-from matplotlib.axes import Axes
 
 from experiments import reporting
+from experiments.paper.curves import curve_points, plot_panel
 from experiments.paper.parallel import run_all
 from experiments.paper.requests import LENGTHS, check_lengths
 from experiments.paper.setups import SETUPS, find_setup
@@ -50,7 +50,7 @@ _DURATION_S = flags.DEFINE_float(
     lower_bound=1,
 )  # fmt: skip
 _OBJECTIVE_S = flags.DEFINE_float(
-    "objective_s", 0.2, "Mean latency per output token that counts as sustained.", lower_bound=1e-3
+    "objective_s", 0.1, "Mean latency per output token that counts as sustained.", lower_bound=1e-3
 )
 _SEED = flags.DEFINE_integer("seed", 0, "Of lengths and arrivals.", lower_bound=0)
 _OUT_DIR = flags.DEFINE_string("out_dir", "out/throughput", "Where the results go.")
@@ -61,7 +61,6 @@ PAPER_GAIN = {
     "orca_max": "2.7 to 8",
     "orca_oracle": "1.7 to 2.7",
 }  # on ShareGPT (section 6.2)
-SHOWN_LATENCY_S = 1.0  # of the vertical axes, as the paper's
 
 
 class Case(NamedTuple):
@@ -76,18 +75,6 @@ class Case(NamedTuple):
     batch_size: float | None  # mean, at that rate
     tokens_percent: float | None  # token states in the pool, at that rate
     unloaded_ms: float | None  # at the lowest rate that was run
-
-
-class CurvePoint(NamedTuple):
-    """A simulated run."""
-
-    model: str
-    lengths: str
-    system: str
-    rate: float
-    normalised_latency_s: float | None
-    mean_batch_size: float
-    num_preemptions: int
 
 
 def panel_of(load: Load) -> tuple[str, str]:
@@ -128,22 +115,11 @@ def plot(found: list[Sustained], path: str) -> None:
             ]
             plot_panel(all_axes[row][column], chosen)
             all_axes[row][column].set_title(f"{model}, {name}", fontsize=10)
+    for row_axes in all_axes:
+        row_axes[0].set_ylabel("normalised latency (s/token)")
     all_axes[0][0].legend(fontsize=8)
     figure.savefig(path, dpi=150)
     plt.close(figure)
-
-
-def plot_panel(axes: Axes, found: list[Sustained]) -> None:
-    for result in found:
-        system = SYSTEMS[result.load.system]
-        points = [(p.rate, p.normalised_latency_s) for p in result.points if p.normalised_latency_s]
-        colour = f"C{list(SYSTEMS).index(system.name)}"
-        axes.plot(*zip(*points, strict=True), "o-", color=colour, markersize=3, label=system.label)
-    rates = [result.rate for result in found if result.rate]
-    if rates:
-        axes.set_xlim(0, 1.3 * max(rates))
-    axes.set_ylim(0, SHOWN_LATENCY_S)
-    axes.set(xlabel="request rate (requests/s)", ylabel="normalised latency (s/token)")
 
 
 def main() -> None:
@@ -184,18 +160,11 @@ def main() -> None:
         slots={setup.model_name: setup.num_slots for setup in setups},
     )
     curve = [
-        CurvePoint(
-            *panel_of(f.load),
-            f.load.system,
-            point.rate,
-            point.normalised_latency_s,
-            point.mean_batch_size,
-            point.num_preemptions,
-        )
+        dict(zip(("model", "lengths"), panel_of(f.load), strict=True)) | point._asdict()
         for f in found
-        for point in f.points
+        for point in curve_points(f)
     ]
-    reporting.write_csv(out_dir, "curves.csv", [point._asdict() for point in curve])
+    reporting.write_csv(out_dir, "curves.csv", curve)
     plot(found, str(out_dir / "throughput.png"))
     print(f"results in {out_dir}")
 
