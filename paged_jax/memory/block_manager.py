@@ -73,9 +73,6 @@ class BlockManager:
     def num_free_swap_blocks(self) -> int:
         return self._swaps.num_free
 
-    def can_ever_hold(self, num_tokens: int) -> bool:
-        return num_tokens <= (self._pool.capacity - self.num_pinned_blocks) * self.block_size
-
     def allocate(
         self,
         seq_id: int,

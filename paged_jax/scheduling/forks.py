@@ -23,6 +23,14 @@ def add_forks(prefills: list[PrefillChunk], memory: MemoryManager, num_places: i
             num_forks += len(chunk.forks)
 
 
+def num_branches(seq: Sequence) -> int:
+    """How many sequences a waiting one will be once its prompt is computed, if all have places."""
+    if seq.is_beam or not seq.is_fresh:
+        return seq.num_places
+    waiting = SequenceStatus.WAITING
+    return sum(other.status is waiting and other.is_fresh for other in seq.request.sequences)
+
+
 def start_forks(chunk: PrefillChunk, memory: MemoryManager, queues: Queues) -> list[Sequence]:
     """Share the computed prompt with those of the chunk's forks that wait still; returns them."""
     seq = chunk.seq
