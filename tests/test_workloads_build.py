@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from paged_jax.workloads import (
     PUBLISHED_LENGTHS,
+    SERVED_LENGTHS,
     Lengths,
     LogNormal,
     Uniform,
@@ -44,6 +45,21 @@ def test_published_lengths_have_the_published_means(name):
         drawn = distribution.draw(rng, 200_000)
         assert min(drawn) >= 1
         assert np.mean(drawn) == pytest.approx(distribution.mean, rel=0.02)
+
+
+def test_served_lengths_keep_the_published_means_without_those_that_do_not_fit():
+    """And running requests come to fill of 2048 slots what they did in the paper's Figure 2."""
+    lengths, rng = SERVED_LENGTHS["sharegpt_served"], np.random.default_rng(0)
+    prompts = np.array(lengths.prompt.draw(rng, 300_000))
+    outputs = np.array(lengths.output.draw(rng, 300_000))
+    fits = prompts + outputs <= 2048
+    prompts, outputs = prompts[fits], outputs[fits]
+    assert 0.01 < 1 - np.mean(fits) < 0.03
+    assert np.mean(prompts) == pytest.approx(161.31, rel=0.01)
+    assert np.mean(outputs) == pytest.approx(337.99, rel=0.01)
+    # A request runs about as long as its output is.
+    in_the_end = np.average(prompts + outputs, weights=outputs)
+    assert in_the_end == pytest.approx((20.4 + 13.3) / (100 - 8.9) * 2048, rel=0.01)
 
 
 def test_uniform_lengths_reach_both_ends():

@@ -5,7 +5,7 @@ from functools import lru_cache
 from importlib import metadata
 
 from paged_jax.workloads import (
-    PUBLISHED_LENGTHS,
+    NAMED_LENGTHS,
     VocabRange,
     WorkloadRequest,
     arrive_poisson,
@@ -16,7 +16,7 @@ from paged_jax.workloads import (
 )
 
 TRACED_LENGTHS = "sharegpt_trace"
-LENGTHS = (*PUBLISHED_LENGTHS, TRACED_LENGTHS)
+LENGTHS = (*NAMED_LENGTHS, TRACED_LENGTHS)
 _VOCAB = VocabRange(0, 50_000)  # which tokens they are decides nothing
 
 

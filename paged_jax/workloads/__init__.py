@@ -11,7 +11,9 @@ from paged_jax.workloads.azure import AzureRow, azure_requests, read_azure
 from paged_jax.workloads.build import ARRIVALS, KINDS, build_workload
 from paged_jax.workloads.burstgpt import BurstGPTRow, burstgpt_requests, read_burstgpt
 from paged_jax.workloads.lengths import (
+    NAMED_LENGTHS,
     PUBLISHED_LENGTHS,
+    SERVED_LENGTHS,
     Lengths,
     LogNormal,
     Uniform,
@@ -37,7 +39,9 @@ from paged_jax.workloads.synthetic import VocabRange
 __all__ = [
     "ARRIVALS",
     "KINDS",
+    "NAMED_LENGTHS",
     "PUBLISHED_LENGTHS",
+    "SERVED_LENGTHS",
     "AzureRow",
     "BurstGPTRow",
     "LengthTable",

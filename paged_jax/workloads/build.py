@@ -14,7 +14,7 @@ from paged_jax.workloads.arrivals import (
 )
 from paged_jax.workloads.azure import azure_requests, read_azure
 from paged_jax.workloads.burstgpt import burstgpt_requests, read_burstgpt
-from paged_jax.workloads.lengths import PUBLISHED_LENGTHS, Lengths, length_requests
+from paged_jax.workloads.lengths import NAMED_LENGTHS, Lengths, length_requests
 from paged_jax.workloads.limits import LimitReport, Overflow, limit_lengths
 from paged_jax.workloads.mooncake import mooncake_requests, read_mooncake
 from paged_jax.workloads.prompts import prompt_requests, read_prompts
@@ -52,7 +52,7 @@ def build_workload(
     """The requests of a workload by order of arrival, and notes for the human who asked.
 
     kind: sharegpt (`trace`, or the installed package), azure, mooncake and burstgpt (`trace`),
-        lengths (`lengths`, a name of PUBLISHED_LENGTHS or its own), prompts (`prompts`, or one a
+        lengths (`lengths`, a name of NAMED_LENGTHS or its own), prompts (`prompts`, or one a
         line in `trace`).
     encode: text to token ids, for sharegpt and prompts; `encode_prompt` is the same with what the
         model wants around a prompt (a chat template), `encode` where it is not given.
@@ -125,8 +125,8 @@ def build_workload(
             drawn = burstgpt_requests(answered, vocab=vocab, seed=seed, ignore_eos=fixed_lengths)
         case "lengths":
             if isinstance(lengths, str):
-                _require_choice("lengths", lengths, tuple(PUBLISHED_LENGTHS))
-                lengths = PUBLISHED_LENGTHS[lengths]
+                _require_choice("lengths", lengths, tuple(NAMED_LENGTHS))
+                lengths = NAMED_LENGTHS[lengths]
             drawn = length_requests(
                 lengths,
                 _require(num_requests, kind, "num_requests"),
