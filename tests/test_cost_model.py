@@ -12,7 +12,7 @@ from paged_jax.simulation.step_work import StepWork
 A100 = find_gpu("A100-40GB")
 OPT_13B = find_model_shape("OPT-13B")
 IDEAL = Efficiency(memory=1, matrices=1, attention=1, host=1, link=1)
-NOTHING = StepWork(0, 0, 0, (), 0, block_size=16)
+NOTHING = StepWork(0, 0, (), 0, block_size=16)
 
 
 def decoding(num_decodes: int, context: int) -> StepWork:
@@ -20,7 +20,6 @@ def decoding(num_decodes: int, context: int) -> StepWork:
         NOTHING,
         num_decodes=num_decodes,
         decode_context=num_decodes * context,
-        max_decode_context=context,
     )
 
 
@@ -129,7 +128,7 @@ def test_swaps_cost_their_bytes_and_many_small_copies():
     assert small == pytest.approx(transfer + 256 * 80 * cost.swap_copy_s)
     batched = replace(cost, swap_copies_per_block=0)
     assert batched.swap_s(256, 1) == pytest.approx(transfer)
-    swapping = replace(NOTHING, num_swapped_out_blocks=100, num_swapped_in_blocks=156)
+    swapping = replace(NOTHING, num_swapped_blocks=256)
     assert cost.parts(swapping)["swaps"] == pytest.approx(cost.swap_s(256, 16))
 
 

@@ -2,7 +2,7 @@
 
 import math
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import pytest
 
@@ -22,13 +22,18 @@ OPT_13B = RooflineCost(find_gpu("A100-40GB"), find_model_shape("OPT-13B"))
 
 @dataclass(frozen=True)
 class Fixed(CostModel):
-    """So many seconds for each iteration, and for each prefill token."""
+    """So many seconds for each iteration, prefill token and swapped block."""
 
     iteration_s: float = 1.0
     prefill_token_s: float = 0.0
+    swapped_block_s: float = 0.0
 
     def step_s(self, work: StepWork) -> float:
-        return self.iteration_s + work.num_prefill_tokens * self.prefill_token_s
+        seconds = self.iteration_s + work.num_prefill_tokens * self.prefill_token_s
+        return seconds + self.swap_s(work.num_swapped_blocks, work.block_size)
+
+    def swap_s(self, num_blocks: int, block_size: int) -> float:
+        return num_blocks * self.swapped_block_s
 
 
 def request(num_prompt: int, num_output: int, arrival_s: float = 0.0) -> WorkloadRequest:
@@ -132,6 +137,36 @@ def test_a_full_memory_makes_requests_wait_and_preempts_as_in_the_engine():
     assert sum(r.num_preemptions for r in run.requests) == run.num_preemptions
     assert all(r.finished and r.num_output_tokens == 60 for r in run.requests)
     assert max(stats.num_decodes for stats in run.iterations) == 2
+
+
+def test_swapping_takes_the_time_that_its_blocks_take():
+    requests = [request(60, 60) for _ in range(4)]
+    swapping = replace(SYSTEM, preemption_mode="swap", swap_space_blocks=64)
+    run = simulate(requests, swapping, Fixed(swapped_block_s=0.5))
+    assert run.num_preemptions_by_swap > 0
+    assert run.num_swapped_blocks >= 2 * run.num_preemptions_by_swap  # out, and in
+    waited = run.duration_s - len(run.iterations)
+    assert waited == pytest.approx(0.5 * run.num_swapped_blocks)
+    recomputing = simulate(requests, SYSTEM, Fixed())
+    assert recomputing.num_recomputed_tokens > run.num_recomputed_tokens
+    assert recomputing.num_swapped_blocks == 0
+
+
+def test_a_static_batch_ends_before_the_next_one_begins():
+    static = replace(SYSTEM, scheduling_policy="static")
+    run = simulate([request(30, 10), request(30, 40), request(30, 10, 2.0)], static, Fixed())
+    assert run.requests[2].first_token_s > run.requests[1].last_token_s
+    together = simulate([request(30, 10), request(30, 40), request(30, 10, 2.0)], SYSTEM, Fixed())
+    assert together.requests[2].first_token_s < together.requests[0].last_token_s
+
+
+def test_a_prompt_is_prefilled_whole_where_chunks_are_off():
+    limits = {"max_num_batched_tokens": 128, "num_slots": 400, "max_num_seqs": 8}
+    requests = [request(100, 4), request(100, 4)]
+    for chunked, expected in ((True, [128, 72]), (False, [100, 100])):
+        system = replace(SYSTEM, enable_chunked_prefill=chunked, **limits)
+        run = simulate(requests, system, Fixed())
+        assert [s.num_prefill_tokens for s in run.iterations if s.num_prefill_tokens] == expected
 
 
 def test_samples_and_beams_share_blocks():

@@ -40,7 +40,6 @@ def throughput_by_batch(
         work = StepWork(
             num_decodes=size,
             decode_context=size * context,
-            max_decode_context=context,
             prefills=(),
             num_first_samples=0,
             block_size=block_size,

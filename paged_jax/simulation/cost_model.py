@@ -33,6 +33,9 @@ class CostModel(Protocol):
     def step_s(self, work: StepWork) -> float:
         """Seconds from one iteration's start to the next one's; never negative."""
 
+    def swap_s(self, num_blocks: int, block_size: int) -> float:
+        """Seconds of these for moving so many blocks between the device and its host's memory."""
+
 
 @dataclass(frozen=True, slots=True)
 class Efficiency:
@@ -123,15 +126,12 @@ class RooflineCost:
         block_bytes = self.model.kv_bytes_per_token * work.block_size / self.num_gpus
         # A copy reads and writes.
         parts["copies"] = 2 * work.num_copied_blocks * block_bytes / self._bandwidth
-        parts["swaps"] = self.swap_s(
-            work.num_swapped_out_blocks + work.num_swapped_in_blocks, work.block_size
-        )
+        parts["swaps"] = self.swap_s(work.num_swapped_blocks, work.block_size)
         num_seqs = work.num_decodes + len(work.prefills)
         parts["host"] = self.iteration_overhead_s + num_seqs * self.sequence_overhead_s
         return parts
 
     def swap_s(self, num_blocks: int, block_size: int) -> float:
-        """Moving blocks between a GPU and its host's memory, one way."""
         per_block = self.swap_copies_per_block
         num_copies = num_blocks * (2 * self.model.num_layers if per_block is None else per_block)
         num_bytes = num_blocks * block_size * self.model.kv_bytes_per_token / self.num_gpus

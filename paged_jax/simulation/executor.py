@@ -1,6 +1,6 @@
 """An executor that computes nothing: it asks a cost model for the time and lets it pass."""
 
-from paged_jax.executor.interface import StepResult
+from paged_jax.executor.interface import Executor, StepResult
 from paged_jax.memory.interface import MemoryManager
 from paged_jax.scheduling.batch import ScheduledBatch
 from paged_jax.scheduling.logprobs import TokenLogprobs
@@ -10,7 +10,7 @@ from paged_jax.simulation.cost_model import CostModel
 from paged_jax.simulation.step_work import StepWork
 
 
-class SimulatedExecutor:
+class SimulatedExecutor(Executor):
     """Answers each batch at once, after the time that `cost` says has passed on the clock.
 
     Tokens are filler that no prompt holds. Each sequence has its own, so that no two sequences
@@ -27,9 +27,14 @@ class SimulatedExecutor:
         self._beams = beams
 
     def execute(self, batch: ScheduledBatch) -> StepResult:
+        work = StepWork.of(batch, self._memory.block_size)
+        swap_s = 0.0
+        if work.num_swapped_blocks:
+            self._memory.take_swaps()
+            swap_s = self._cost.swap_s(work.num_swapped_blocks, work.block_size)
         if batch.copies:
             self._memory.take_copies()
-        seconds = self._cost.step_s(StepWork.of(batch, self._memory.block_size))
+        seconds = self._cost.step_s(work)
         self._clock.advance(seconds)
         sampled = batch.sampled
         tokens = [-1 - seq.seq_id for seq in sampled]
@@ -38,4 +43,4 @@ class SimulatedExecutor:
         if beams:
             for i, row in zip(beams, self._beams.draw([sampled[i] for i in beams]), strict=True):
                 logprobs[i] = row
-        return StepResult(tokens, logprobs, seconds)
+        return StepResult(tokens, logprobs, seconds, swap_s=swap_s)

@@ -55,7 +55,9 @@ class SimulatedRun:
     iterations: list[IterationStats]  # on the virtual clock; the last one cut at the run's end
     duration_s: float
     num_preemptions: int
+    num_preemptions_by_swap: int  # of these; the rest was computed again
     num_recomputed_tokens: int
+    num_swapped_blocks: int  # out, and in
     sharing: SharingStats
 
     @property

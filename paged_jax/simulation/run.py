@@ -105,7 +105,7 @@ class _Run:
         )
         refusal = None
         try:
-            self.scheduler.add(queued)
+            self.core.add(queued)
         except ValueError as error:
             refusal = str(error)
         self.arrived.append((queued, refusal))
@@ -132,7 +132,10 @@ class _Run:
             iterations=self.iterations,
             duration_s=end_s,
             num_preemptions=self.scheduler.num_preemptions,
+            num_preemptions_by_swap=self.scheduler.num_preemptions_by_swap,
             num_recomputed_tokens=self.scheduler.num_recomputed_tokens,
+            num_swapped_blocks=self.scheduler.num_swapped_out_blocks
+            + self.scheduler.num_swapped_in_blocks,
             sharing=replace(self.scheduler.memory.stats),
         )
 

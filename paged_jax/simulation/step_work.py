@@ -16,25 +16,23 @@ class StepWork:
 
     num_decodes: int
     decode_context: int  # KV slots that the decodes attend to, all together
-    max_decode_context: int  # of the longest of them
     prefills: tuple[tuple[int, int], ...]  # (start, tokens) of each chunk
     num_first_samples: int  # tokens sampled after prompts that are complete
     block_size: int
     num_copied_blocks: int = 0
-    num_swapped_out_blocks: int = 0
-    num_swapped_in_blocks: int = 0
+    num_swapped_blocks: int = 0  # out to host memory, and in
 
     @classmethod
     def of(cls, batch: ScheduledBatch, block_size: int) -> Self:
-        contexts = [len(seq.token_ids) for seq in batch.decodes]
+        num_decodes = len(batch.decodes)
         return cls(
-            num_decodes=len(contexts),
-            decode_context=sum(contexts),
-            max_decode_context=max(contexts, default=0),
+            num_decodes=num_decodes,
+            decode_context=sum([len(seq.token_ids) for seq in batch.decodes]),
             prefills=tuple((chunk.start, chunk.num_tokens) for chunk in batch.prefills),
-            num_first_samples=batch.num_samples - len(contexts) if batch.prefills else 0,
+            num_first_samples=batch.num_samples - num_decodes if batch.prefills else 0,
             block_size=block_size,
             num_copied_blocks=len(batch.copies),
+            num_swapped_blocks=len(batch.swap_outs) + len(batch.swap_ins),
         )
 
     @property

@@ -24,6 +24,9 @@ class SystemConfig:
     max_model_len: int = 2048
     max_prefill_seqs: int = 16
     prefill_sizes: tuple[int, ...] = ()
+    enable_chunked_prefill: bool = True
+    target_inter_token_s: float | None = None
+    max_num_waiting: int | None = None
     preemption_mode: PreemptionMode = "recompute"
     swap_space_blocks: int = 0
     enable_prefix_caching: bool = False
@@ -51,4 +54,7 @@ class SystemConfig:
             enable_prefix_caching=self.enable_prefix_caching,
             policy=self.scheduling_policy,
             preemption_mode=self.preemption_mode,
+            enable_chunked_prefill=self.enable_chunked_prefill,
+            target_inter_token_s=self.target_inter_token_s,
+            max_num_waiting=self.max_num_waiting,
         )
