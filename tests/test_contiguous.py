@@ -215,3 +215,96 @@ def test_the_null_block_is_never_handed_out():
     for seq_id in range(8):
         allocate(manager, seq_id, 1, 1)
     assert sorted(block for i in range(8) for block in manager.block_table(i)) == list(range(1, 9))
+
+
+# Sequences that branch off
+
+
+def test_who_writes_first_moves_with_all_its_blocks_to_the_chunk_reserved_for_it():
+    manager = manager_of("orca_oracle", 64, block_size=4)
+    allocate(manager, 0, 10, 6, num_sequences=2)
+    assert manager.num_free_blocks == 16 - 2 * 4
+    assert manager.num_forks_left(0) == 1
+    manager.fork(0, 1)
+    assert manager.num_free_blocks == 16 - 2 * 4
+    assert manager.block_table(1) == manager.block_table(0) == [1, 2, 3, 4]
+    assert manager.usage({0: 10, 1: 10}) == MemoryUsage(
+        token_states=10, reserved=15 + 5, internal=0, external=2, free=32, shared=16
+    )
+    assert manager.append(0, 11)
+    assert manager.block_table(0) == [5, 6, 7, 8]
+    assert manager.append(1, 11)
+    assert manager.block_table(1) == [1, 2, 3, 4]
+    assert manager.take_copies() == [(1, 5), (2, 6), (3, 7)]
+    assert manager.usage({0: 11, 1: 11}).shared == 0
+
+
+def test_a_reservation_for_branches_that_never_came_is_given_up():
+    manager = manager_of("orca_oracle", 64)
+    allocate(manager, 0, 10, 7, num_sequences=3)
+    manager.fork(0, 1)
+    assert manager.num_free_blocks == 64 - 3 * 16
+    manager.append(0, 11)
+    assert manager.num_free_blocks == 64 - 2 * 16
+    assert manager.num_forks_left(0) == 0
+
+
+def test_beams_replace_each_other_within_what_was_reserved():
+    manager = manager_of("orca_oracle", 48)
+    allocate(manager, 0, 8, 9, num_sequences=3)
+    manager.fork(0, 1)
+    manager.fork(0, 2)
+    assert manager.num_free_blocks == 0
+    for seq_id in range(3):
+        assert manager.append(seq_id, 9)
+    manager.take_copies()
+    for step in range(1, 8):  # one goes on in three ways, the others end
+        ids = range(3 * step, 3 * step + 3)
+        for seq_id in ids:
+            manager.fork(3 * step - 2, seq_id)
+        for seq_id in range(3 * step - 3, 3 * step):
+            manager.free(seq_id)
+        for seq_id in ids:
+            assert manager.append(seq_id, 9 + step)
+        assert len(manager.take_copies()) == 2 * (8 + step)
+        manager.check_invariants()
+
+
+def test_a_branch_that_nothing_was_reserved_for_needs_room_when_it_writes():
+    manager = manager_of("orca_oracle", 32)
+    allocate(manager, 0, 8, 9)
+    allocate(manager, 1, 8, 9)
+    manager.fork(0, 2)
+    assert not manager.append(2, 9)
+    assert manager.block_table(2) == manager.block_table(0)
+    manager.free(1)
+    assert manager.append(2, 9)
+    assert manager.num_free_blocks == 0
+
+
+def test_a_copy_that_nobody_else_needs_is_not_made():
+    """As its source is let go before, the sequences that were to get the copy have it instead."""
+    manager = manager_of("orca_oracle", 64)
+    allocate(manager, 0, 8, 9, num_sequences=3)
+    manager.fork(0, 1)
+    manager.append(1, 9)
+    manager.fork(1, 2)
+    assert manager.pending_copies()
+    manager.free(0)
+    assert manager.pending_copies() == []
+    assert manager.block_table(1) == manager.block_table(2) == list(range(1, 17))
+    assert manager.append(2, 9)
+    assert [source for source, _ in manager.take_copies()] == list(range(1, 9))
+    manager.check_invariants()
+
+
+def test_a_copy_of_a_copy_that_was_not_made_comes_from_the_original():
+    manager = manager_of("orca_oracle", 64)
+    allocate(manager, 0, 8, 9, num_sequences=3)
+    manager.fork(0, 1)
+    manager.append(1, 9)  # the step is lost
+    manager.fork(1, 2)
+    assert manager.append(2, 9)
+    copies = manager.take_copies()
+    assert [source for source, _ in copies] == 2 * list(range(1, 9))
+    assert len({target for _, target in copies}) == 16
