@@ -2,14 +2,17 @@
 
     python -m experiments.batched_requests --quick
     python -m experiments.batched_requests
-    python -m experiments.batched_requests --loads=sharegpt:1,sharegpt:2,sharegpt_trace:2
+    python -m experiments.batched_requests --loads=sharegpt:2,sharegpt_served:2,sharegpt_trace:2
 
 Simulated on OPT-13B and an A100-40GB, with the same requests and arrivals for every system:
-ShareGPT's lengths at 2 requests/s and Alpaca's at 30, as in the paper. Means are over the time of
-the iterations until the last request has arrived. A system that the rate overloads is full all the
-time: its batch then depends on memory alone, on how much is reserved for each request. One that is
-not (paging, at these rates) has as many requests running as arrive while one runs, so its batch
-also depends on step times: on the model of the GPU.
+ShareGPT's lengths at 2 requests/s and Alpaca's at 30, as in the paper. It gives the means of both;
+`sharegpt_served` has the spread that one bar of its Figure 2 implies (`SERVED_LENGTHS`), `sharegpt`
+that of the published file, `sharegpt_trace` that file's lengths as they are.
+
+Means are over the time of the iterations until the last request has arrived. A system that the rate
+overloads is full all the time: its batch then depends on memory alone, on how much is reserved for
+each request. One that is not (paging, at these rates) has as many requests running as arrive while
+one runs, so its batch also depends on step times: on the model of the GPU.
 
 Expect a minute with --quick, which ends after 5 minutes of simulated time, and 5 minutes for the
 paper's hour. --out_dir gets results.json, results.csv and batched_requests.png.
@@ -30,7 +33,7 @@ from experiments.sharing.presets import preset
 
 _QUICK = flags.DEFINE_bool("quick", False, "Five minutes of simulated time.")
 _LOADS = flags.DEFINE_list(
-    "loads", ["sharegpt:2", "alpaca:30"], "Lengths and requests/s of each panel."
+    "loads", ["sharegpt_served:2", "alpaca:30"], "Lengths and requests/s of each panel."
 )
 _SYSTEMS = flags.DEFINE_list(
     "systems", ["orca_max", "orca_pow2", "orca_oracle", "paged"], "What is compared."
@@ -86,7 +89,8 @@ def run(item: tuple[Load, float]) -> Point:
 
 
 def case_of(load: Load, point: Point) -> Case:
-    paper = PAPER_BATCH_SIZE.get((load.lengths, point.rate), {}).get(load.system)
+    dataset = load.lengths.partition("_")[0]
+    paper = PAPER_BATCH_SIZE.get((dataset, point.rate), {}).get(load.system)
     size = point.mean_batch_size
     return Case(
         load.lengths,

@@ -64,7 +64,9 @@ _MEMORY_SHARE = flags.DEFINE_float(
 )
 _DTYPE = flags.DEFINE_enum("dtype", "float16", ["float16", "bfloat16", "float32"], "Of both.")
 _BLOCK_SIZE = flags.DEFINE_integer("block_size", 16, "Slots (tokens) of a KV block.", lower_bound=1)
-_LENGTHS_FLAG = flags.DEFINE_enum("lengths", "sharegpt", LENGTHS, "Whose lengths requests have.")
+_LENGTHS_FLAG = flags.DEFINE_enum(
+    "lengths", "sharegpt_served", LENGTHS, "Whose lengths requests have."
+)
 _SIMULATE = flags.DEFINE_bool("simulate", True, "Also batches, waste and sustained rates.")
 _SYSTEMS = flags.DEFINE_list(
     "systems", ["orca_max", "orca_pow2", "orca_oracle", "paged"], "What is simulated."

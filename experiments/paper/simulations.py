@@ -23,6 +23,7 @@ class Load:
     duration_s: float  # while requests arrive
     seed: int = 0
     block_size: int = 16
+    enable_prefix_caching: bool = False
     params: SamplingParams = field(default_factory=SamplingParams)
 
     def __str__(self) -> str:
@@ -51,6 +52,7 @@ class Point:
     reserved: float
     internal: float
     external: float
+    hit_rate: float  # of the prompt tokens, found in the prefix cache
     num_preemptions: int
     num_refused: int
     num_unfinished: int
@@ -66,7 +68,9 @@ def serve_at(load: Load, rate: float, *, cut: bool = False) -> Point:
     requests = load.requests(rate)
     run = simulate(
         requests,
-        system.config(deployment, load.block_size),
+        system.config(
+            deployment, load.block_size, enable_prefix_caching=load.enable_prefix_caching
+        ),
         system.cost(deployment),
         params=load.params,
         horizon_s=load.duration_s if cut else None,
@@ -83,6 +87,7 @@ def serve_at(load: Load, rate: float, *, cut: bool = False) -> Point:
         reserved=shares["reserved"],
         internal=shares["internal"],
         external=shares["external"],
+        hit_rate=run.sharing.hit_rate,
         num_preemptions=run.num_preemptions,
         num_refused=run.num_refused,
         num_unfinished=run.num_unfinished,

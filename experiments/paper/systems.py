@@ -16,13 +16,16 @@ class System:
     memory_policy: str
     scheduling_policy: str = "fcfs"
 
-    def config(self, deployment: Deployment, block_size: int) -> SystemConfig:
+    def config(
+        self, deployment: Deployment, block_size: int, *, enable_prefix_caching: bool = False
+    ) -> SystemConfig:
         return SystemConfig(
             num_slots=deployment.num_slots,
             max_model_len=deployment.model.max_model_len,
             memory_policy=self.memory_policy,
             scheduling_policy=self.scheduling_policy,
             block_size=block_size,
+            enable_prefix_caching=enable_prefix_caching,
         )
 
     def cost(self, deployment: Deployment) -> CostModel:
