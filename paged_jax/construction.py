@@ -1,12 +1,18 @@
 """What an engine is made of: scheduler and executor over one memory manager and one cache."""
 
-from paged_jax import kv_cache
+import jax
+
+from paged_jax import kv_cache, pool_size
 from paged_jax.attention_choice import AttentionChoice
 from paged_jax.executor.buckets import prefill_buckets
 from paged_jax.executor.jax_executor import JaxExecutor
 from paged_jax.limits import Limits
+from paged_jax.loading import LoadedModel
+from paged_jax.loading.arrays import weight_dtype
 from paged_jax.memory.block_manager import BlockManager
+from paged_jax.memory.interface import MemoryManager
 from paged_jax.models.config import ModelConfig
+from paged_jax.models.split import Params, nest
 from paged_jax.scheduling.scheduler import Scheduler
 
 
@@ -14,22 +20,21 @@ def build(
     config: ModelConfig,
     limits: Limits,
     attention: AttentionChoice,
-    *,
-    num_blocks: int,
     max_model_len: int,
-    watermark: float,
-    enable_prefix_caching: bool,
 ) -> tuple[Scheduler, JaxExecutor]:
     """An idle scheduler and an executor without parameters; names as in `paged_jax.Engine`."""
-    memory = BlockManager(
-        num_blocks + 1, limits.block_size, enable_prefix_caching=enable_prefix_caching
+    head_size = attention.cache_head_size
+    num_blocks = pool_size.num_blocks(config, limits, max_model_len, cache_head_size=head_size)
+    num_swap_blocks = pool_size.num_swap_blocks(
+        config, limits, num_blocks, cache_head_size=head_size
     )
+    memory = memory_manager(limits, num_blocks, num_swap_blocks)
     cache = kv_cache.create(
         num_layers=config.num_layers,
         num_blocks=num_blocks + 1,
         num_kv_heads=config.num_kv_heads,
         block_size=limits.block_size,
-        head_dim=attention.cache_head_size,
+        head_dim=head_size,
         dtype=limits.dtype,
     )
     buckets = prefill_buckets(limits.max_num_batched_tokens)
@@ -40,9 +45,14 @@ def build(
         max_model_len=max_model_len,
         max_prefill_seqs=limits.max_prefill_seqs,
         eos_token_ids=config.eos_token_ids,
-        watermark=watermark,
+        watermark=limits.watermark,
         prefill_sizes=buckets,
-        enable_prefix_caching=enable_prefix_caching,
+        enable_prefix_caching=limits.enable_prefix_caching,
+        policy=limits.scheduling_policy,
+        preemption_mode=limits.preemption_mode,
+        enable_chunked_prefill=limits.enable_chunked_prefill,
+        target_inter_token_s=limits.target_inter_token_s,
+        max_num_waiting=limits.max_num_waiting,
     )
     executor = JaxExecutor(
         config,
@@ -55,3 +65,19 @@ def build(
         max_model_len=max_model_len,
     )
     return scheduler, executor
+
+
+def memory_manager(limits: Limits, num_blocks: int, num_swap_blocks: int) -> MemoryManager:
+    """An empty one of ``num_blocks`` blocks, the null block not counted."""
+    return BlockManager(
+        num_blocks + 1,
+        limits.block_size,
+        enable_prefix_caching=limits.enable_prefix_caching,
+        num_swap_blocks=num_swap_blocks,
+    )
+
+
+def device_params(model: LoadedModel, dtype: str) -> Params:
+    """A model's weights on the device."""
+    kind = weight_dtype(dtype)
+    return nest({n: jax.device_put(x.astype(kind, copy=False)) for n, x in model.weights.items()})

@@ -73,7 +73,8 @@ class Delivery:
         """Note an iteration's tokens and times, and file the outputs that it made or ended."""
         self._note_starts(iteration)
         self._take_tokens(iteration)
-        self.file(seq.request for seq in iteration.sampled)
+        sampled = [seq.request for seq in iteration.sampled]
+        self.file([*sampled, *iteration.failed])
 
     def file(self, requests: Iterable[Request]) -> None:
         """File an output of each that has ended, or streams."""

@@ -8,30 +8,29 @@ Names follow vLLM's where the same thing exists there.
 """
 
 import itertools
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
 import jax
 import numpy as np
-from tqdm import tqdm
 
-from paged_jax import pool_size
 from paged_jax.attention_choice import choose_attention
 from paged_jax.compilation import use_persistent_cache
-from paged_jax.construction import build
+from paged_jax.completion import complete
+from paged_jax.construction import build, device_params
 from paged_jax.delivery import Delivery
 from paged_jax.engine_core import EngineCore, IterationStats
 from paged_jax.limits import Limits, integer
 from paged_jax.loading import LoadedModel, load_config, load_model
-from paged_jax.loading.arrays import weight_dtype
 from paged_jax.memory.stats import SharingStats
-from paged_jax.models.split import nest
+from paged_jax.observability.metrics import Metrics
 from paged_jax.output_stream import OutputStream
 from paged_jax.outputs import RequestOutput
 from paged_jax.prompts import Prompt, encode, is_chat, is_single_prompt
 from paged_jax.request_checks import check_call, check_request
+from paged_jax.scheduling.fitting import QueueFull
+from paged_jax.scheduling.preemption import PreemptionMode
 from paged_jax.scheduling.request import Request
 from paged_jax.scheduling.sampling_params import SamplingParams
 from paged_jax.tracking import OnOutput, RequestRecord
@@ -47,13 +46,26 @@ class Engine:
     num_blocks: blocks of the pool; None: as many as are needed, or fit (`paged_jax.pool_size`).
     max_num_seqs: sequences that run at a time; None: 32 on a CPU, 256 on a GPU.
     max_num_batched_tokens: tokens per iteration; None: 256 on a CPU, 4096 on a GPU. Longer prompts
-        are prefilled in chunks.
+        are prefilled in chunks, beside the decodes, which count first.
     max_model_len: longest sequence, prompt and output; None: what the model was made for.
     max_prefill_seqs: prompts prefilled in one step.
+    max_num_waiting: requests that wait, at most; more are refused. None: any number.
     watermark: fraction of the blocks that admission leaves free for running sequences to grow.
     enable_prefix_caching: requests use what others have computed of the same beginning, as long as
         its blocks are not needed (`SamplingParams.cache_salt` keeps requests apart). Sequences of
         one request share in any case.
+    enable_chunked_prefill: off, each prompt is prefilled in one iteration, for which
+        max_num_batched_tokens has to be at least max_model_len (None: it is).
+    scheduling_policy: in which order requests are served, a name in
+        `paged_jax.scheduling.policies.POLICIES`.
+    preemption_mode: when blocks run out, whoever is last in that order gives up its own:
+        "recompute" computes its tokens again, "swap" moves the blocks to host memory and back, as
+        long as there is room, "auto" does what is estimated to take less time.
+    swap_space_blocks: blocks of host memory to swap to; None: see `pool_size.num_swap_blocks`.
+    target_inter_token_s: seconds between two tokens of a running request, for which prefill is held
+        back; None: as long as an iteration of max_num_batched_tokens takes.
+    pipelined: plan an iteration while the device runs the one before, where its tokens do not
+        matter for that (`paged_jax.pipelining`). Outputs do not depend on it.
     dtype: of weights and cache; "auto": float32 on a CPU, bfloat16 on a GPU.
     attention, prefill_attention: an implementation of `pallas_kernels.paged_attention` for either
         step, by name, or "auto"; kv_write: likewise, of `pallas_kernels.kv_write`.
@@ -77,8 +89,15 @@ class Engine:
         max_num_batched_tokens: int | None = None,
         max_model_len: int | None = None,
         max_prefill_seqs: int = 16,
+        max_num_waiting: int | None = None,
         watermark: float = 0.01,
         enable_prefix_caching: bool = True,
+        enable_chunked_prefill: bool = True,
+        scheduling_policy: str = "fcfs",
+        preemption_mode: PreemptionMode = "auto",
+        swap_space_blocks: int | None = None,
+        target_inter_token_s: float | None = None,
+        pipelined: bool = False,
         dtype: str = "auto",
         attention: str = "auto",
         prefill_attention: str = "auto",
@@ -98,18 +117,28 @@ class Engine:
                 "max_num_batched_tokens": max_num_batched_tokens,
                 "max_model_len": max_model_len,
                 "max_prefill_seqs": max_prefill_seqs,
+                "max_num_waiting": max_num_waiting,
+                "watermark": watermark,
+                "enable_prefix_caching": enable_prefix_caching,
+                "enable_chunked_prefill": enable_chunked_prefill,
+                "scheduling_policy": scheduling_policy,
+                "preemption_mode": preemption_mode,
+                "swap_space_blocks": swap_space_blocks,
+                "target_inter_token_s": target_inter_token_s,
             },
         )
         self.dtype, self.block_size = limits.dtype, limits.block_size
         self.enable_prefix_caching = enable_prefix_caching
         self.max_num_seqs = limits.max_num_seqs
-        self.max_num_batched_tokens = limits.max_num_batched_tokens
         self._seeds = np.random.default_rng(integer("seed", seed, low=0))
         self._next_seed = int(self._seeds.integers(2**32))
         use_persistent_cache()
 
         self.config = model.config if isinstance(model, LoadedModel) else load_config(model)
         self.max_model_len = limits.model_len(self.config)
+        if max_num_batched_tokens is None and not enable_chunked_prefill:
+            limits = limits.with_whole_prompts(self.max_model_len)
+        self.max_num_batched_tokens = limits.max_num_batched_tokens
         choice = choose_attention(
             self.config,
             limits,
@@ -120,31 +149,26 @@ class Engine:
             interpret=interpret_kernels,
         )
         self.attention = choice.attention
-        self.num_blocks = pool_size.num_blocks(
-            self.config, limits, self.max_model_len, cache_head_size=choice.cache_head_size
-        )
-        scheduler, self.executor = build(
-            self.config,
-            limits,
-            choice,
-            num_blocks=self.num_blocks,
-            max_model_len=self.max_model_len,
-            watermark=watermark,
-            enable_prefix_caching=enable_prefix_caching,
-        )
+        scheduler, self.executor = build(self.config, limits, choice, self.max_model_len)
+        self.num_blocks = scheduler.memory.num_total_blocks
+        self.num_swap_blocks = scheduler.memory.num_swap_blocks
         if warm_up and not interpret_kernels:
             self.executor.warm_up = WarmUp(self.executor.lowerings())
         try:
             loaded = model if isinstance(model, LoadedModel) else load_model(model, self.dtype)
-            kind = weight_dtype(self.dtype)
-            self.executor.params = nest(
-                {n: jax.device_put(x.astype(kind, copy=False)) for n, x in loaded.weights.items()}
-            )
+            self.executor.params = device_params(loaded, self.dtype)
         except BaseException:
             self.close()
             raise
         self.tokenizer = loaded.tokenizer
-        self.core = EngineCore(scheduler, self.executor, on_iteration=on_iteration)
+        self.metrics_observer = Metrics(scheduler)
+        self.core = EngineCore(
+            scheduler,
+            self.executor,
+            on_iteration=on_iteration,
+            observers=[self.metrics_observer],
+            is_pipelined=pipelined,
+        )
         self._delivery = Delivery(self.core, self.tokenizer)
         self._numbers = itertools.count()
 
@@ -185,8 +209,9 @@ class Engine:
                 try:
                     ids.append(self.add_request(None, prompt, prompt_params))
                 except ValueError as error:
-                    raise ValueError(f"prompt {i}: {error}") from None
-            return self._run(ids, progress)
+                    kind = QueueFull if isinstance(error, QueueFull) else ValueError
+                    raise kind(f"prompt {i}: {error}") from None
+            return complete(ids, self._delivery, self._advance, progress=progress)
         except BaseException:
             for request_id in ids:
                 self.abort(request_id)
@@ -240,30 +265,31 @@ class Engine:
         ValueError for a request that can never be served, or that the queue has no room for; those
         that run are not touched by it.
         """
-        params = SamplingParams() if params is None else params
-        if not isinstance(params, SamplingParams):
-            raise ValueError(f"params must be SamplingParams, got {params!r:.80}")
-        text, token_ids = encode(prompt, self.tokenizer, self.config.vocab_size)
-        check_request(params, self.config, stream=stream)
-        check_call(request_id, priority, timeout_s, on_output)
-        arrival = self.core.clock() if arrival_time is None else arrival_time
-        request = Request(
-            self._new_id() if request_id is None else request_id,
-            token_ids,
-            params,
-            arrival,
-            self._next_seed if params.seed is None else params.seed,
-            priority=priority,
-            deadline_s=None if timeout_s is None else arrival + timeout_s,
-        )
-        record = RequestRecord.of(
-            request, text, self.tokenizer, streams=stream, on_output=on_output
-        )
-        self.core.add(request)
-        if params.seed is None:  # one that was refused would have shifted all later ones
-            self._next_seed = int(self._seeds.integers(2**32))
-        self._delivery.add(record)
-        return request.request_id
+        with self.core.telling_refusal():
+            params = SamplingParams() if params is None else params
+            if not isinstance(params, SamplingParams):
+                raise ValueError(f"params must be SamplingParams, got {params!r:.80}")
+            text, token_ids = encode(prompt, self.tokenizer, self.config.vocab_size)
+            check_request(params, self.config, stream=stream)
+            check_call(request_id, priority, timeout_s, on_output)
+            arrival = self.core.clock() if arrival_time is None else arrival_time
+            request = Request(
+                self._new_id() if request_id is None else request_id,
+                token_ids,
+                params,
+                arrival,
+                self._next_seed if params.seed is None else params.seed,
+                priority=priority,
+                deadline_s=None if timeout_s is None else arrival + timeout_s,
+            )
+            record = RequestRecord.of(
+                request, text, self.tokenizer, streams=stream, on_output=on_output
+            )
+            self.core.add(request)
+            if params.seed is None:  # one that was refused would have shifted all later ones
+                self._next_seed = int(self._seeds.integers(2**32))
+            self._delivery.add(record)
+            return request.request_id
 
     def _new_id(self) -> str:
         """One that no request has."""
@@ -287,6 +313,7 @@ class Engine:
     def _advance(self) -> None:
         """One iteration; its outputs go to those who wait for them."""
         self._delivery.drop_abandoned()
+        self._delivery.file(seq.request for seq in self.core.expire())
         if self.core.scheduler.has_work:
             iteration = self.core.step()
             self._delivery.take(iteration)
@@ -322,27 +349,11 @@ class Engine:
         _, token_ids = encode(prompt, self.tokenizer, self.config.vocab_size)
         self.core.scheduler.memory.unpin(token_ids, cache_salt)
 
+    def metrics(self) -> dict[str, float]:
+        """What `paged_jax.observability.prometheus` serves, by name and labels, as it is now."""
+        return self.metrics_observer.values()
+
     @property
     def sharing_stats(self) -> SharingStats:
         """Hits of the prefix cache, evictions, forks and copies since the engine was made."""
         return replace(self.core.scheduler.memory.stats)
-
-    def _run(self, ids: list[str], progress: bool) -> list[RequestOutput]:
-        """Step until all of these have ended."""
-        mailbox = self._delivery.open_mailbox(ids)
-        done: dict[str, RequestOutput] = {}
-        num_tokens, start = 0, time.perf_counter()
-        try:
-            with tqdm(total=len(ids), unit="request", disable=not progress) as bar:
-                while len(done) < len(ids):
-                    self._advance()
-                    while mailbox:
-                        output = mailbox.popleft()
-                        done[output.request_id] = output
-                        num_tokens += sum(len(out.token_ids) for out in output.outputs)
-                        rate = num_tokens / (time.perf_counter() - start)
-                        bar.set_postfix_str(f"{rate:.0f} tokens/s")
-                        bar.update()
-        finally:
-            self._delivery.close_mailbox(ids)
-        return [done[request_id] for request_id in ids]

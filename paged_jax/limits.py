@@ -1,11 +1,12 @@
 """An engine's limits: what the caller gave, or the device's default, checked."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from numbers import Integral
 from typing import Any
 
 from paged_jax.loading.arrays import weight_dtype
 from paged_jax.models.config import ModelConfig
+from paged_jax.scheduling.preemption import PreemptionMode
 
 # A laptop's compute saturates early.
 _CPU = {"dtype": "float32", "max_num_seqs": 32, "max_num_batched_tokens": 256}
@@ -14,7 +15,7 @@ _GPU = {"dtype": "bfloat16", "max_num_seqs": 256, "max_num_batched_tokens": 4096
 
 @dataclass(frozen=True)
 class Limits:
-    """See `paged_jax.engine.Engine`; None stands for what depends on the model."""
+    """See `paged_jax.engine.Engine`; None stands for what depends on the model, or for no limit."""
 
     dtype: str
     block_size: int
@@ -23,6 +24,15 @@ class Limits:
     max_num_batched_tokens: int
     max_model_len: int | None
     max_prefill_seqs: int
+    # Those of the scheduler, which checks them.
+    watermark: float = 0.01
+    max_num_waiting: int | None = None
+    enable_prefix_caching: bool = True
+    enable_chunked_prefill: bool = True
+    scheduling_policy: str = "fcfs"
+    preemption_mode: PreemptionMode = "auto"
+    swap_space_blocks: int | None = None
+    target_inter_token_s: float | None = None
 
     @classmethod
     def of(cls, platform: str, given: dict[str, Any]) -> "Limits":
@@ -32,10 +42,23 @@ class Limits:
         budget = max(defaults["max_num_batched_tokens"], max_num_seqs)
         dtype = defaults["dtype"] if given["dtype"] == "auto" else given["dtype"]
         weight_dtype(dtype)  # refuses what is no dtype of weights
-        optional = {
-            name: None if given[name] is None else integer(name, given[name])
-            for name in ("num_blocks", "max_model_len")
+        optional: dict[str, Any] = {
+            name: None if given[name] is None else integer(name, given[name], low)
+            for name, low in (
+                ("num_blocks", 1),
+                ("max_model_len", 1),
+                ("max_num_waiting", 1),
+                ("swap_space_blocks", 0),
+            )
         }
+        as_given = (
+            "watermark",
+            "enable_prefix_caching",
+            "enable_chunked_prefill",
+            "scheduling_policy",
+            "preemption_mode",
+            "target_inter_token_s",
+        )
         return cls(
             dtype=dtype,
             block_size=integer("block_size", given["block_size"]),
@@ -45,6 +68,7 @@ class Limits:
             ),
             max_prefill_seqs=integer("max_prefill_seqs", given["max_prefill_seqs"]),
             **optional,
+            **{name: given[name] for name in as_given},
         )
 
     def model_len(self, config: ModelConfig) -> int:
@@ -57,6 +81,11 @@ class Limits:
                 f"got {length}"
             )
         return length
+
+    def with_whole_prompts(self, max_model_len: int) -> "Limits":
+        """With iterations that take any prompt as a whole."""
+        budget = max(self.max_num_batched_tokens, max_model_len)
+        return replace(self, max_num_batched_tokens=budget)
 
 
 def _or(value: Any, default: Any) -> Any:

@@ -1,4 +1,4 @@
-"""How many blocks fit."""
+"""How many blocks fit, on the device and in the host memory that they are swapped to."""
 
 import os
 
@@ -13,6 +13,7 @@ from paged_jax.models.shapes import num_parameters
 
 GPU_MEMORY_SHARE = 0.9  # of what the device has, weights included
 HOST_POOL_BYTES = 1 << 30  # at most, where the cache lives in host memory
+SWAP_BYTES = 4 << 30  # at most, of host memory for what is swapped out
 
 
 def num_blocks(
@@ -30,17 +31,11 @@ def num_blocks(
     ValueError for more than the device's memory holds, and where not even one block fits.
     """
     wanted, dtype, block_size = limits.num_blocks, limits.dtype, limits.block_size
-    per_block = bytes_per_block(
-        num_layers=config.num_layers,
-        num_kv_heads=config.num_kv_heads,
-        block_size=block_size,
-        head_dim=cache_head_size,
-        dtype=dtype,
-    )
+    per_block = _bytes_per_block(config, limits, cache_head_size)
     device = jax.devices()[0]
     weights = num_parameters(config) * jnp.dtype(dtype).itemsize  # yet to come
     if device.platform == "cpu":
-        memory = room_for_kv(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"), weights)
+        memory = room_for_kv(_host_bytes(), weights)
         room = min(HOST_POOL_BYTES, memory)
     else:
         stats = device.memory_stats()
@@ -62,3 +57,41 @@ def num_blocks(
             "cache; use a smaller model or block_size"
         )
     return min(fitting, limits.max_num_seqs * -(-max_model_len // block_size))
+
+
+def num_swap_blocks(
+    config: ModelConfig, limits: Limits, num_blocks: int, *, cache_head_size: int
+) -> int:
+    """Blocks of the host pool, for a device pool of ``num_blocks``.
+
+    Where ``limits`` does not say: as many as the device has, within `SWAP_BYTES`. None if
+    preemption never swaps, and on a CPU none unless it is to swap: the cache is in host memory
+    there, and a larger pool serves better than a second one.
+    ValueError for more than the host's memory holds.
+    """
+    wanted, mode = limits.swap_space_blocks, limits.preemption_mode
+    per_block = _bytes_per_block(config, limits, cache_head_size)
+    if wanted is not None:
+        if wanted > _host_bytes() // per_block:
+            raise ValueError(
+                f"swap_space_blocks {wanted}: blocks of {per_block} bytes do not fit in the "
+                f"{_host_bytes()} bytes of host memory; at most {_host_bytes() // per_block} do"
+            )
+        return wanted
+    if mode == "recompute" or (mode == "auto" and jax.default_backend() == "cpu"):
+        return 0
+    return min(num_blocks, SWAP_BYTES // per_block)
+
+
+def _bytes_per_block(config: ModelConfig, limits: Limits, cache_head_size: int) -> int:
+    return bytes_per_block(
+        num_layers=config.num_layers,
+        num_kv_heads=config.num_kv_heads,
+        block_size=limits.block_size,
+        head_dim=cache_head_size,
+        dtype=limits.dtype,
+    )
+
+
+def _host_bytes() -> int:
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")

@@ -32,6 +32,12 @@ SMALL_LIMITS = {
 }
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--soak", type=int, default=120, help="requests of the soak test; 10000 take minutes"
+    )
+
+
 @pytest.fixture(scope="session")
 def tiny_model() -> "LoadedModel":
     """The trained byte-level model of tests/fixtures/tiny_lm, in float32."""
@@ -79,3 +85,4 @@ def engine(engine_with) -> Iterator["Engine"]:
     finally:  # other tests go on
         for request_id in engine._delivery.request_ids:
             engine.abort(request_id)
+        engine.step()

@@ -60,10 +60,7 @@ def make_request(
 
 def next_token(seq: Sequence) -> int:
     """A stand-in for sampling: it depends on the sequence's tokens and seed, on nothing else."""
-    value = seq.sampling_seed
-    for token in seq.token_ids:
-        value = (value * 1_000_003 + token + 1) % 2**32
-    return (value >> 7) % VOCAB_SIZE
+    return (hash((seq.sampling_seed, *seq.token_ids)) >> 7) % VOCAB_SIZE
 
 
 class FakeExecutor:
@@ -77,8 +74,10 @@ class FakeExecutor:
     def __init__(self, memory: BlockManager, sample: Callable[[Sequence], int] = next_token):
         self.memory = memory
         self.sample = sample
-        self.slots: dict[int, tuple[object, ...]] = {}
-        self.host_slots: dict[int, tuple[object, ...]] = {}
+        self.slots: dict[int, int | None] = {}  # prefixes of tokens, by their number
+        self.host_slots: dict[int, int | None] = {}
+        self._prefixes: dict[tuple[object, object], int] = {}  # (what is before, token) -> number
+        self._prefixes_of: dict[int, list[int]] = {}  # by sequence, up to each of its tokens
 
     def run(self, batch: ScheduledBatch) -> list[int]:
         size = self.memory.block_size
@@ -95,14 +94,13 @@ class FakeExecutor:
         written: set[int] = set()
         for seq, start, end in chunks:
             assert start == seq.num_computed_tokens
-            for position in range(start, end):
-                slot = self._slot(seq, position)
-                assert slot not in written, "two sequences write to one slot"
-                written.add(slot)
-                self.slots[slot] = self._content(seq, position)
+            slots, contents = self._slots_of(seq, start, end), self._contents(seq)[start:end]
+            assert written.isdisjoint(slots), "two sequences write to one slot"
+            written.update(slots)
+            self.slots.update(zip(slots, contents, strict=True))
         for seq, _, end in chunks:
-            for position in range(end):
-                assert self.slots[self._slot(seq, position)] == self._content(seq, position)
+            held = [self.slots.get(slot) for slot in self._slots_of(seq, 0, end)]
+            assert held == self._contents(seq)[:end]
         return [self.sample(seq) for seq in batch.sampled]
 
     def logprobs(self, batch: ScheduledBatch) -> list[TokenLogprobs | None]:
@@ -111,18 +109,25 @@ class FakeExecutor:
             _logprobs(seq) if seq.request.params.wants_candidates else None for seq in batch.sampled
         ]
 
-    def _slot(self, seq: Sequence, position: int) -> int:
-        block_size = self.memory.block_size
-        block = self.memory.block_table(seq.seq_id)[position // block_size]
-        return block * block_size + position % block_size
+    def _slots_of(self, seq: Sequence, start: int, end: int) -> list[int]:
+        size = self.memory.block_size
+        table = self.memory.block_table(seq.seq_id)
+        return [table[at // size] * size + at % size for at in range(start, end)]
 
-    @staticmethod
-    def _content(seq: Sequence, position: int) -> tuple[object, ...]:
-        return seq.request.params.cache_salt, *seq.token_ids[: position + 1]
+    def _contents(self, seq: Sequence) -> list[int]:
+        """What slots hold once they are computed: a number for the tokens up to each."""
+        prefixes = self._prefixes_of.setdefault(seq.seq_id, [])
+        for token in seq.token_ids[len(prefixes) :]:
+            before = prefixes[-1] if prefixes else (seq.request.params.cache_salt,)
+            prefixes.append(self._prefixes.setdefault((before, token), len(self._prefixes)))
+        return prefixes
 
 
 def _move(
-    source: dict[int, object], target: dict[int, object], blocks: list[tuple[int, int]], size: int
+    source: dict[int, int | None],
+    target: dict[int, int | None],
+    blocks: list[tuple[int, int]],
+    size: int,
 ) -> None:
     """Move the contents of blocks of `size` slots at once; what was never written is None."""
     moved = [

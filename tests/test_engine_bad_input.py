@@ -106,6 +106,33 @@ def test_chat_takes_messages_alone(engine, chat):
         engine.chat(chat, GREEDY, progress=False)
 
 
+def test_stream_refuses_a_bad_prompt_before_anyone_reads(engine):
+    with pytest.raises(ValueError, match="token id 999 is outside the vocabulary"):
+        engine.stream([999], GREEDY)
+    with pytest.raises(ValueError, match="best_of do not stream"):
+        engine.stream(PROMPT, SamplingParams(n=1, best_of=2))
+    assert not engine.has_work
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"priority": 1.5}, "priority must be an integer, got 1.5"),
+        ({"priority": True}, "priority must be an integer, got True"),
+        ({"timeout_s": 0}, "timeout_s must be a number of seconds above 0, got 0"),
+        ({"timeout_s": -1.0}, "timeout_s .* got -1.0"),
+        ({"timeout_s": math.nan}, "timeout_s .* got nan"),
+        ({"timeout_s": "1"}, "timeout_s .* got '1'"),
+        ({"on_output": 7}, "on_output must be callable, got 7"),
+    ],
+    ids=str,
+)
+def test_arguments_of_a_request_that_mean_nothing_are_refused(engine, arguments, message):
+    with pytest.raises(ValueError, match=message):
+        engine.add_request(None, PROMPT, GREEDY, **arguments)
+    assert not engine.has_work
+
+
 def test_a_bad_prompt_among_good_ones_leaves_running_requests_alone(engine):
     [wanted] = engine.generate(PROMPT, GREEDY, progress=False)
     engine.add_request("mine", PROMPT, GREEDY)
@@ -119,7 +146,7 @@ def test_a_bad_prompt_among_good_ones_leaves_running_requests_alone(engine):
     assert outputs[0].outputs[0].text == wanted.outputs[0].text
 
 
-class Interrupted(Exception):
+class Interrupted(BaseException):
     pass
 
 
@@ -203,6 +230,16 @@ def test_extreme_parameters_that_are_allowed_work_and_disturb_nobody(engine):
         ({"dtype": "int8"}, "dtype.*int8"),
         ({"attention": "flash"}, "unknown attention 'flash'"),
         ({"seed": -1}, "seed .* got -1"),
+        ({"max_num_waiting": 0}, "max_num_waiting must be an integer of at least 1, got 0"),
+        ({"swap_space_blocks": -1}, "swap_space_blocks must be an integer of at least 0, got -1"),
+        ({"swap_space_blocks": 10**12}, r"swap_space_blocks 10{12}: .* bytes of host memory"),
+        ({"preemption_mode": "wait"}, "preemption_mode must be one of .* got 'wait'"),
+        ({"scheduling_policy": "lifo"}, "policy 'lifo' is unknown; choose one of fcfs"),
+        ({"target_inter_token_s": 0}, "target_inter_token_s must be above 0 .* got 0"),
+        (
+            {"enable_chunked_prefill": False},
+            "max_num_batched_tokens 32 is less than max_model_len 512: without chunked prefill",
+        ),
         ({"seed": 1.5}, "seed .* got 1.5"),
     ],
     ids=str,

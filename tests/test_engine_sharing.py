@@ -144,5 +144,7 @@ def test_without_the_prefix_cache_nothing_is_found_or_pinned(engine_with):
     for _ in range(2):
         [output] = engine.generate(PROMPT, GREEDY, progress=False)
         assert output.num_cached_tokens == 0
+    num_iterations = engine.core.num_iterations
     with pytest.raises(ValueError, match="nothing can be pinned: prefix caching is off"):
         engine.pin_prefix(PROMPT)
+    assert engine.core.num_iterations == num_iterations, "refused before anything is computed"

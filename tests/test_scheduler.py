@@ -118,29 +118,6 @@ def test_each_of_n_sequences_runs_with_its_own_stream():
     assert len({tuple(tokens) for tokens, _ in outputs(request)}) == 3
 
 
-def test_three_sequences_cross_a_border_with_two_free_blocks():
-    """The paper's textbook case: exactly one is preempted, and its output does not change."""
-    requests = [make_request(name, 7, seed=i, ignore_eos=True) for i, name in enumerate("abc")]
-    scheduler = make_scheduler(num_blocks=9, block_size=4)  # 3 x 2 blocks, 2 free
-    executor = FakeExecutor(scheduler.memory)
-    for request in requests:
-        scheduler.add(request)
-    run_step(scheduler, executor)  # prefill; each ends with 8 tokens
-    run_step(scheduler, executor)  # the eighth token fills the second block
-    batch = run_step(scheduler, executor)
-    assert names(batch.preempted) == ["c"]
-    assert names(batch.decodes) == ["a", "b"]
-    assert scheduler.num_preemptions == 1
-    assert scheduler.num_recomputed_tokens == 8
-    run_to_end(scheduler, executor)
-    for i, request in enumerate(requests):
-        alone = make_request("alone", 7, seed=i, ignore_eos=True)
-        unconstrained = make_scheduler()
-        unconstrained.add(alone)
-        run_to_end(unconstrained, FakeExecutor(unconstrained.memory))
-        assert outputs(request) == outputs(alone)
-
-
 def test_the_preempted_resume_before_those_who_came_later():
     scheduler = make_scheduler(num_blocks=7, block_size=2, max_num_seqs=3)
     executor = FakeExecutor(scheduler.memory, never_ends)

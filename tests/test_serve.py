@@ -7,9 +7,19 @@ from pathlib import Path
 
 import pytest
 from conftest import TINY_LM
+from trace_checks import read_trace, requests_in
 
-from experiments.serving.driver import ServedRun, require_fitting, serve
-from experiments.serving.figures import kv_usage, latencies, mean_batch_sizes, request_rows
+from experiments.serving.driver import ServedRequest, ServedRun, require_fitting, serve
+from experiments.serving.figures import (
+    kv_usage,
+    latencies,
+    mean_batch_sizes,
+    request_rows,
+    run_figures,
+)
+from experiments.serving.occupancy import Occupancy, occupancy
+from experiments.serving.outcomes import outcome, shortfalls
+from experiments.serving.tables import tables
 from experiments.serving.timeline import timeline
 from paged_jax import CompletionOutput, RequestOutput, SamplingParams
 from paged_jax.engine_core import IterationStats
@@ -39,7 +49,7 @@ def run_serve(out_dir: Path, *arguments: str) -> subprocess.CompletedProcess[str
 
 @pytest.fixture(scope="module")
 def served(tmp_path_factory):
-    """Random lengths, Poisson arrivals, and a pool that two sequences overrun."""
+    """Random lengths, Poisson arrivals, a pool that two sequences overrun; all that can be seen."""
     out_dir = tmp_path_factory.mktemp("serve")
     result = run_serve(
         out_dir,
@@ -52,6 +62,12 @@ def served(tmp_path_factory):
         "--arrivals=poisson",
         "--rate=100",
         "--num_blocks=6",
+        "--preemption_mode=swap",
+        "--swap_space_blocks=8",
+        "--num_priorities=2",
+        "--chrome_trace",
+        "--iteration_log",
+        "--metrics_port=0",
         "--show=2",
     )
     assert result.returncode == 0, result.stderr
@@ -71,9 +87,11 @@ def test_beams_are_served_without_the_prefix_cache(tmp_path):
         "--n=2",
         "--early_stopping=true",
         "--enable_prefix_caching=false",
+        "--profile",
     )
     assert result.returncode == 0, result.stderr
     results = json.loads((tmp_path / "results.json").read_text())
+    assert list((tmp_path / "profile").rglob("*.xplane.pb"))
     assert results["prefix_hit_rate"] == 0
     assert results["sharing"]["forks"] >= 2
     for row in read_lines(tmp_path / "requests.jsonl"):
@@ -91,6 +109,8 @@ def test_results_hold_every_figure(served):
     for name in ("output_tokens", "output_tokens_per_s", "wall_s", "mean_batch_size"):
         assert results[name] > 0
     assert results["preemptions"] > 0
+    assert (results["refused"], results["timed_out"], results["failed"]) == (0, 0, 0)
+    assert set(results["ttft_s_by_priority"]) == {"0", "1"}
     assert 0 <= results["prefix_hit_rate"] < 1
     assert results["sharing"]["evictions"] > 0
     assert results["compilations_after_warmup"] == 0
@@ -130,7 +150,28 @@ def test_people_get_completions_tables_and_a_picture(served):
     for figure in ("output tokens/s", "time to first token (s)", "internal fragmentation"):
         assert figure in stdout
         assert figure in (out_dir / "summary.md").read_text()
-    assert (out_dir / "timeline.png").read_bytes().startswith(b"\x89PNG")
+    for picture in ("timeline.png", "occupancy.png"):
+        assert (out_dir / picture).read_bytes().startswith(b"\x89PNG")
+        assert f"({picture})" in (out_dir / "summary.md").read_text()
+
+
+def test_operators_get_a_timeline_a_log_and_metrics(served):
+    out_dir, stdout = served
+    results = json.loads((out_dir / "results.json").read_text())
+    drawn = requests_in(read_trace(out_dir / "trace.json"))
+    assert set(drawn) == {f"request-{index}" for index in range(10)}
+    swapped = [phase for request in drawn.values() for phase in request.inner]
+    assert sum(phase.name == "swapped" for phase in swapped) == results["preemptions_by_swap"] > 0
+    log = read_lines(out_dir / "iterations.jsonl")
+    assert [line["index"] for line in log] == list(range(results["iterations"]))
+    assert sum(line["num_swapped_out_blocks"] for line in log) == results["swapped_out_blocks"] > 0
+    assert re.search(r"^Metrics are at http://127\.0\.0\.1:\d+/metrics$", stdout, re.MULTILINE)
+    metrics = results["metrics"]
+    assert metrics["vllm:generation_tokens_total"] == results["output_tokens"]
+    assert metrics["vllm:num_preemptions_total"] == results["preemptions"]
+    assert metrics["vllm:time_to_first_token_seconds_sum"] == pytest.approx(
+        10 * results["ttft_s"]["mean"]
+    )
 
 
 def test_help_opens_with_what_it_does(tmp_path):
@@ -185,6 +226,51 @@ def test_a_request_that_the_engine_refuses_fails_alone(engine):
     assert "token_ids" not in refused
     assert (good["num_output_tokens"], other["num_output_tokens"]) == (5, 6)
     assert good["refusal"] is None
+
+
+def test_what_was_not_served_is_told_with_its_reason(engine_with):
+    engine = engine_with(max_num_waiting=3)
+    requests = [WorkloadRequest((n + 1, 2, 3), 5) for n in range(5)]
+    run = serve(engine, [*requests, WorkloadRequest((1, 100_000), 5)], GREEDY)
+    late = serve(engine, requests[:2], GREEDY, priorities=[1, 0], timeout_s=1e-9)
+    figures = run_figures(replace(run, served=run.served + late.served), engine, 0.0)
+    assert (figures["refused"], figures["timed_out"], figures["failed"]) == (3, 2, 0)
+    queue, deadline, vocabulary = figures["shortfalls"]
+    assert queue["what"] == vocabulary["what"] == "refused"
+    assert (queue["requests"], deadline["requests"], vocabulary["requests"]) == (2, 2, 1)
+    assert "max_num_waiting" in queue["why"]
+    assert (deadline["what"], deadline["why"]) == ("timed out", "its deadline passed")
+    assert vocabulary["why"] == "token id 100000 is outside the vocabulary of 259"
+    assert figures["ttft_s_by_priority"][1]["mean"] is None
+    shown = {title: rows for title, _, rows in tables(figures)}
+    assert dict(shown["Served"])["of which timed out"] == 2
+    assert ("refused", queue["why"], 2) in shown["Not served to their end"]
+    assert [row[0] for row in shown["Time to first token by priority (s)"]] == ["0", "1"]
+    assert figures["ttft_s"]["mean"] > 0  # of those that were served
+
+
+def test_tables_of_what_went_well_are_short(engine):
+    run = serve(engine, [WorkloadRequest((1, 2, 3), 5)], GREEDY)
+    titles = [title for title, _, _ in tables(run_figures(run, engine, 0.0))]
+    assert titles == ["Served", "Latency", "KV slots"]
+
+
+def test_a_failed_request_is_told_with_its_error():
+    output = replace(finished(1.0, [2.0]), error="the logits are not finite")
+    request = ServedRequest("r", WorkloadRequest((1,), 1), 0, output, None)
+    assert outcome(request) == ("failed", "the logits are not finite")
+    assert outcome(replace(request, output=finished(1.0, [2.0]))) is None
+
+
+def test_reasons_that_differ_in_numbers_count_as_one():
+    def refused(why: str) -> ServedRequest:
+        return ServedRequest("r", WorkloadRequest((1,), 1), 0, None, why)
+
+    reasons = ["request 'a' needs 7 blocks", "request 'b' needs 12 blocks", "no room"]
+    assert shortfalls(map(refused, reasons)) == [
+        {"what": "refused", "why": "request 'a' needs 7 blocks", "requests": 2},
+        {"what": "refused", "why": "no room", "requests": 1},
+    ]
 
 
 def test_requests_are_added_when_they_arrive_and_the_time_between_is_slept(engine):
@@ -271,6 +357,18 @@ def test_a_long_iteration_weighs_more_over_time():
     usage = kv_usage(steps)
     assert usage["token_states"] == pytest.approx(0.2)
     assert usage["free"] == pytest.approx(0.8)
+
+
+def test_occupancy_is_of_blocks_after_each_iteration():
+    step = replace(
+        iteration(5.0, 1.0, batch=2, held=10, running=1),
+        num_free_blocks=60,
+        num_cached_blocks=25,
+        num_used_swap_blocks=4,
+    )
+    run = ServedRun([], [step], 5.0, 1.0, 0.0, 1.0, 0)
+    [entry] = occupancy(run, 100)
+    assert entry == Occupancy(1.0, used=40, cached=25, free=35, host=4)
 
 
 def test_the_timeline_falls_to_zero_where_there_is_nothing_to_do():

@@ -2,7 +2,8 @@
 
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 
 from experiments.serving.progress import ServingProgress
@@ -24,6 +25,7 @@ class ServedRequest:
 
     request_id: str
     request: WorkloadRequest
+    priority: int
     output: RequestOutput | None
     refusal: str | None
 
@@ -68,17 +70,29 @@ def require_fitting(
         )
 
 
-def serve(engine: Engine, requests: Sequence[WorkloadRequest], params: SamplingParams) -> ServedRun:
+def serve(
+    engine: Engine,
+    requests: Sequence[WorkloadRequest],
+    params: SamplingParams,
+    *,
+    priorities: Sequence[int] | None = None,
+    timeout_s: float | None = None,
+    mark: Callable[[int], AbstractContextManager[object]] = nullcontext,
+) -> ServedRun:
     """Add each request when it arrives and step until all have ended.
 
     requests: by arrival; each brings its output's length and says whether EOS ends it.
     params: the rest of its sampling parameters.
+    priorities: of each request; None: all have the same.
+    timeout_s: seconds from its arrival after which a request ends with what it has.
+    mark: entered around each step of the engine, with its number, as a profiler wants it.
 
     A request that the engine refuses is recorded, and the others go on. The engine's
     `on_iteration` is taken over.
     """
     ids = [f"request-{index}" for index in range(len(requests))]
-    upcoming = deque(zip(ids, requests, strict=True))
+    priorities = [0] * len(requests) if priorities is None else priorities
+    upcoming = deque(zip(ids, requests, priorities, strict=True))
     outputs: dict[str, RequestOutput] = {}
     refusals: dict[str, str] = {}
     steps: list[IterationStats] = []
@@ -90,43 +104,39 @@ def serve(engine: Engine, requests: Sequence[WorkloadRequest], params: SamplingP
         while upcoming or engine.has_work:
             now = clock()
             while upcoming and start + upcoming[0][1].arrival_s <= now:
-                request_id, request = upcoming.popleft()
+                request_id, request, priority = upcoming.popleft()
                 try:
-                    _add(engine, request_id, request, params, start)
+                    engine.add_request(
+                        request_id,
+                        request.prompt_token_ids,
+                        _params(request, params),
+                        arrival_time=start + request.arrival_s,
+                        priority=priority,
+                        timeout_s=timeout_s,
+                    )
                 except ValueError as error:
                     refusals[request_id] = str(error)
                     progress.advance(1)
             if engine.has_work:
-                begin = clock()
-                finished = engine.step()
+                begin, index = clock(), len(steps)
+                with mark(index):
+                    finished = engine.step()
                 step_s += clock() - begin
                 outputs |= {output.request_id: output for output in finished}
                 progress.advance(len(finished))
-                progress.show(steps[-1])
+                if len(steps) > index:
+                    progress.show(steps[-1])
             elif upcoming:
                 time.sleep(max(0.0, start + upcoming[0][1].arrival_s - now))
                 idle_s += clock() - now
         wall_s = clock() - start
     served = [
-        ServedRequest(request_id, request, outputs.get(request_id), refusals.get(request_id))
-        for request_id, request in zip(ids, requests, strict=True)
+        ServedRequest(
+            request_id, request, priority, outputs.get(request_id), refusals.get(request_id)
+        )
+        for request_id, request, priority in zip(ids, requests, priorities, strict=True)
     ]
     return ServedRun(served, steps, start, wall_s, idle_s, step_s, compiled.programs)
-
-
-def _add(
-    engine: Engine,
-    request_id: str,
-    request: WorkloadRequest,
-    params: SamplingParams,
-    start_s: float,
-) -> None:
-    engine.add_request(
-        request_id,
-        request.prompt_token_ids,
-        _params(request, params),
-        arrival_time=start_s + request.arrival_s,
-    )
 
 
 def _params(request: WorkloadRequest, params: SamplingParams) -> SamplingParams:

@@ -10,6 +10,7 @@ import numpy as np
 
 from experiments import reporting
 from experiments.serving.driver import ServedRun
+from experiments.serving.outcomes import outcome, shortfalls
 from paged_jax.engine import Engine
 from paged_jax.engine_core import IterationStats
 from paged_jax.outputs import CompletionOutput, RequestOutput
@@ -31,10 +32,14 @@ def run_figures(run: ServedRun, engine: Engine, started_s: float) -> dict[str, A
         (times[-1] for output in outputs for times in output.metrics.token_times_s if times),
         default=None,
     )
-    sharing = engine.sharing_stats
+    sharing, scheduler = engine.sharing_stats, engine.core.scheduler
+    outcomes = Counter(found[0] for found in map(outcome, run.served) if found is not None)
     return {
         "requests": len(run.served),
-        "refused": len(run.served) - len(outputs),
+        "refused": outcomes["refused"],
+        "failed": outcomes["failed"],
+        "timed_out": outcomes["timed out"],
+        "shortfalls": shortfalls(run.served),
         "finish_reasons": Counter(out.finish_reason for o in outputs for out in o.outputs),
         "input_tokens": sum(len(output.prompt_token_ids) for output in outputs),
         "output_tokens": output_tokens,
@@ -46,11 +51,17 @@ def run_figures(run: ServedRun, engine: Engine, started_s: float) -> dict[str, A
         "host_fraction": _ratio(step_s - device_s, step_s),
         "host_s_per_iteration": _ratio(step_s - device_s, len(run.steps)),
         "wall_over_device": _ratio(run.wall_s - run.idle_s - warm_up_wait_s, device_s),
-        **latencies(outputs),
+        **latencies([s.output for s in run.served if s.output and outcome(s) is None]),
+        "ttft_s_by_priority": ttft_by_priority(run),
         "iterations": len(run.steps),
         **mean_batch_sizes(run.steps),
-        "preemptions": sum(step.num_preempted for step in run.steps),
-        "recomputed_tokens": engine.core.scheduler.num_recomputed_tokens,
+        "preemptions": scheduler.num_preemptions,
+        "preemptions_by_swap": scheduler.num_preemptions_by_swap,
+        "swap_fallbacks": scheduler.num_swap_fallbacks,
+        "recomputed_tokens": scheduler.num_recomputed_tokens,
+        "swapped_out_blocks": scheduler.num_swapped_out_blocks,
+        "swapped_in_blocks": scheduler.num_swapped_in_blocks,
+        "swap_s": sum(step.swap_s for step in run.steps),
         "prefix_hit_rate": sharing.hit_rate,
         "sharing": sharing,
         "prefill_padding": _ratio(executor.num_padded_tokens, executor.num_prefill_tokens),
@@ -72,6 +83,8 @@ def _since(start_s: float, time_s: float | None) -> float | None:
 def latencies(outputs: list[RequestOutput]) -> dict[str, Any]:
     """Seconds, each as mean and percentiles; the arrival counts, so waiting is part of them.
 
+    outputs: of requests served to their end; what others took says nothing of what they needed.
+
     ttft_s: from arrival to first token, of each request.
     tpot_s: time per token after the first, of each request that has one.
     inter_token_s: from each token to the next, of all requests together.
@@ -92,6 +105,16 @@ def latencies(outputs: list[RequestOutput]) -> dict[str, Any]:
         "inter_token_s": reporting.spread(gaps),
         "normalised_latency_s": reporting.spread(normalised),
     }
+
+
+def ttft_by_priority(run: ServedRun) -> dict[int, dict[str, float | None]]:
+    """Seconds from arrival to first token, of each priority that a request has."""
+    times: dict[int, list[float]] = {}
+    for served in run.served:
+        ttft = times.setdefault(served.priority, [])
+        if served.output is not None and served.output.metrics.first_token_s is not None:
+            ttft.append(served.output.metrics.first_token_s - served.output.metrics.arrival_s)
+    return {priority: reporting.spread(times[priority]) for priority in sorted(times)}
 
 
 def batch_size(step: IterationStats) -> int:
@@ -132,6 +155,7 @@ def request_rows(run: ServedRun) -> Iterator[dict[str, Any]]:
             "arrival_s": request.arrival_s,
             "num_prompt_tokens": request.num_prompt_tokens,
             "max_tokens": request.max_tokens,
+            "priority": served.priority,
             "refusal": served.refusal,
             "prompt": request.prompt,
         }
@@ -141,6 +165,7 @@ def request_rows(run: ServedRun) -> Iterator[dict[str, Any]]:
                 "num_output_tokens": sum(len(out.token_ids) for out in completions),
                 "num_cached_tokens": output.num_cached_tokens,
                 "num_preemptions": metrics.num_preemptions,
+                "error": output.error,
                 "first_scheduled_s": _since(run.start_s, metrics.first_scheduled_s),
                 "first_token_s": _since(run.start_s, metrics.first_token_s),
                 "last_token_s": _since(run.start_s, metrics.last_token_s),

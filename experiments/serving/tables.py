@@ -21,14 +21,19 @@ _KV_NAMES = {
 
 
 def tables(figures: dict[str, Any]) -> list[Table]:
-    """What was served and how fast, how long it took, where the KV slots went."""
-    return [
+    """What was served and how fast, how long it took, where the KV slots went.
+
+    Then, if there is any of it: latency by priority, and what was not served to its end.
+    """
+    found: list[Table] = [
         (
             "Served",
             ("figure", "value"),
             [
                 ("requests", figures["requests"]),
                 ("of which refused", figures["refused"]),
+                ("of which timed out", figures["timed_out"]),
+                ("of which failed", figures["failed"]),
                 ("input tokens", figures["input_tokens"]),
                 ("output tokens", figures["output_tokens"]),
                 ("output tokens/s", figures["output_tokens_per_s"]),
@@ -38,6 +43,9 @@ def tables(figures: dict[str, Any]) -> list[Table]:
                 ("mean batch size, of iterations", figures["mean_batch_size"]),
                 ("mean batch size, over time", figures["mean_batch_size_over_time"]),
                 ("preemptions", figures["preemptions"]),
+                ("of which by swap", figures["preemptions_by_swap"]),
+                ("tokens computed again", figures["recomputed_tokens"]),
+                ("blocks swapped out", figures["swapped_out_blocks"]),
                 ("found in the prefix cache (%)", _percent(figures["prefix_hit_rate"])),
                 ("blocks copied on write", figures["sharing"].copies),
                 ("host share of the step (%)", _percent(figures["host_fraction"])),
@@ -71,6 +79,17 @@ def tables(figures: dict[str, Any]) -> list[Table]:
             ],
         ),
     ]
+    by_priority = figures["ttft_s_by_priority"]
+    if len(by_priority) > 1:
+        rows: list[Row] = [
+            _spread_row(str(priority), spread) for priority, spread in by_priority.items()
+        ]
+        columns = ("priority", "mean", "p50", "p99")
+        found.append(("Time to first token by priority (s)", columns, rows))
+    if figures["shortfalls"]:
+        rows = [tuple(row.values()) for row in figures["shortfalls"]]
+        found.append(("Not served to their end", ("requests that", "why", "requests"), rows))
+    return found
 
 
 def _times(factor: float, value: float | None) -> float | None:
@@ -94,6 +113,8 @@ def print_completions(run: ServedRun, count: int) -> None:
         if served.output is None:
             print(f"  refused: {served.refusal}\n")
             continue
+        if served.output.error is not None:
+            print(f"  failed: {served.output.error}")
         for completion in served.output.outputs:
             num_tokens, reason = len(completion.token_ids), completion.finish_reason
             print(textwrap.indent(textwrap.fill(_shortened(completion.text), 98), "  "))
@@ -112,4 +133,5 @@ def summary(title: str, command: str, notes: Sequence[str], parts: Sequence[Tabl
         f"## {name}\n\n{reporting.markdown_table(columns, rows)}" for name, columns, rows in parts
     ]
     lines += ["![batch size and KV use over time](timeline.png)\n"]
+    lines += ["![what the blocks held over time](occupancy.png)\n"]
     return "\n".join(lines)

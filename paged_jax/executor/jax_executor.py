@@ -28,6 +28,7 @@ from paged_jax.executor.logprobs import SCORE_ROWS, prompt_logprobs
 from paged_jax.executor.pending import Pending
 from paged_jax.executor.prefill_arrays import PrefillArrays, PrefillShape, prefill_arrays
 from paged_jax.executor.sampling_rows import sampling_batch, sampling_rows
+from paged_jax.executor.swap_pool import SwapPool, read_step, write_step
 from paged_jax.executor.token_feed import TokenFeed
 from paged_jax.kv_cache import PagedKVCache
 from paged_jax.memory.interface import MemoryManager
@@ -69,10 +70,12 @@ class JaxExecutor:
         self._max_prefill_seqs = max_prefill_seqs
         self._max_model_len = max_model_len
         self._rows = DecodeRows(memory, max_num_seqs=max_num_seqs, max_model_len=max_model_len)
-        self._feed = TokenFeed(max_num_seqs, self._require)
+        self._swap_pool = SwapPool(cache, memory.num_swap_blocks)
         self._prefill_buckets = prefill_buckets
         # With forks a prefill may start as many sequences as can run.
         self._head_buckets = sorted({1, min(4, max_prefill_seqs), max_prefill_seqs, max_num_seqs})
+        # Room for the tokens of the widest step, whether it decodes or starts sequences.
+        self._feed = TokenFeed(max(self._head_buckets), self._require)
         self._copy_buckets = sorted({min(size, max_num_seqs) for size in (2, 8, max_num_seqs)})
         self.num_padded_tokens = 0  # prefill tokens that were padding, since the start
         self.num_prefill_tokens = 0  # prefill tokens computed, padding included
@@ -89,6 +92,10 @@ class JaxExecutor:
         """
         config = self._static["config"]
         first_seqs = list(batch.first_sampled())
+        swaps = bool(batch.swap_outs or batch.swap_ins)
+        if batch.resumed or swaps:
+            # Tables are others than before, perhaps in an iteration that has not been dispatched.
+            self._rows.forget()
         if batch.decodes:
             tokens: ArrayLike
             tokens, *rows = self._rows.update(
@@ -111,8 +118,14 @@ class JaxExecutor:
         if batch.copies:
             copies = self._copy_arrays(batch.copies)
             self._require("copy", len(copies[0]))
+        for step, moves in (("read", batch.swap_outs), ("write", batch.swap_ins)):
+            for blocks, _ in self._swap_pool.parts(moves):
+                self._require(step, len(blocks))
 
         start = time.perf_counter()
+        if swaps:
+            self._swap(batch)
+        swap_s = time.perf_counter() - start if swaps else 0.0
         steps: list[tuple[list[Sequence], Sampled]] = []
         last = None
         if batch.copies:
@@ -135,7 +148,18 @@ class JaxExecutor:
             step = partial(score_step, self.params, config=config)
             return prompt_logprobs(batch.prefills, hidden, step) if scores else []
 
-        return Pending(steps, last, score, start_s=start, after=after)
+        return Pending(steps, last, score, start_s=start, swap_s=swap_s, after=after)
+
+    def _swap(self, batch: ScheduledBatch) -> None:
+        """Move blocks to host memory, then others from there, and wait until they are."""
+        pool = self._swap_pool
+        for blocks, hosts in pool.parts(batch.swap_outs):
+            pool.put(hosts, read_step(self.cache, blocks))
+        self._memory.take_swap_outs()
+        for blocks, hosts in pool.parts([(block, host) for host, block in batch.swap_ins]):
+            self.cache = write_step(self.cache, pool.get(hosts, len(blocks)), blocks)
+        jax.block_until_ready(jax.tree.leaves(self.cache))
+        self._memory.take_swaps()
 
     @property
     def cache_is_lost(self) -> bool:
@@ -240,6 +264,14 @@ class JaxExecutor:
             zeros = np.zeros(bucket, np.int32)
             return copy_step.lower(cache, zeros, zeros)
 
+        def read(bucket: int) -> Lowered:
+            return read_step.lower(cache, np.zeros(bucket, np.int32))
+
+        def write(bucket: int) -> Lowered:
+            return write_step.lower(
+                cache, self._swap_pool.get([], bucket), np.zeros(bucket, np.int32)
+            )
+
         def hold(bucket: int) -> Lowered:
             return hold_step.lower(self._feed.empty, np.zeros(bucket, np.int32), np.int32(0))
 
@@ -253,6 +285,8 @@ class JaxExecutor:
             **{f"decode {bucket}": partial(decode, bucket) for bucket in self._rows.buckets},
             **{f"copy {bucket}": partial(copy, bucket) for bucket in self._copy_buckets},
             f"score {SCORE_ROWS}": partial(score, SCORE_ROWS),
+            **{f"read {bucket}": partial(read, bucket) for bucket in self._swap_pool.buckets},
+            **{f"write {bucket}": partial(write, bucket) for bucket in self._swap_pool.buckets},
             **{f"hold {bucket}": partial(hold, bucket) for bucket in sampled_buckets},
             **{f"take {bucket}": partial(take, bucket) for bucket in self._rows.buckets},
         }

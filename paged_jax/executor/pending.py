@@ -27,12 +27,14 @@ class Pending:
         score: Callable[[], list[list[TokenLogprobs]]],  # of the prompts' own tokens
         *,
         start_s: float,  # when the first step was dispatched, by `time.perf_counter`
+        swap_s: float = 0.0,  # seconds since then that went by swapping
         after: "Pending | None" = None,
     ):
         self.steps = steps
         self._last = last
         self._score = score
         self._start_s = start_s
+        self._swap_s = swap_s
         self._after = after
         self._end_s = start_s
         for _, sampled in steps:
@@ -57,4 +59,5 @@ class Pending:
         if self._after is not None:
             start_s = max(start_s, self._after._end_s)
             self._after = None  # which keeps its own arrays
-        return StepResult(tokens, logprobs, self._end_s - start_s, scored, failed)
+        device_s = self._end_s - start_s
+        return StepResult(tokens, logprobs, device_s, scored, failed, self._swap_s)

@@ -20,7 +20,7 @@ class Sample:
         """`name{label="value"}`, as Prometheus prints it."""
         if not self.labels:
             return self.name
-        inside = ",".join(f'{label}="{value}"' for label, value in self.labels.items())
+        inside = ",".join(f'{label}="{value}"' for label, value in sorted(self.labels.items()))
         return f"{self.name}{{{inside}}}"
 
 

@@ -58,10 +58,9 @@ class RequestPhases:
         """Take in what an iteration did; O(1) for those that just go on decoding."""
         batch, start = iteration.batch, iteration.start_s
         for seq in batch.preempted:
-            swapped = seq.status is SequenceStatus.SWAPPED
-            self._enter(seq.request, "swapped" if swapped else "waiting", start)
+            self._enter(seq.request, _phase_at_rest(seq.request), start)
         for seq in batch.resumed:
-            self._enter(seq.request, "prefill" if seq.is_fresh else "running", start)
+            self._enter(seq.request, "prefill" if seq.is_prefilling else "running", start)
         for chunk in batch.prefills:
             request = chunk.seq.request
             if len(request.sequences) == 1 or self._phase(request) != "running":
@@ -72,6 +71,12 @@ class RequestPhases:
         for seq in iteration.finished:
             if not seq.request.is_finished and not any(map(_runs, seq.request.sequences)):
                 self._enter(seq.request, "waiting", iteration.end_s)
+
+    def recover(self, time_s: float) -> None:
+        """Look again at who still holds what, after a step that raised."""
+        for request in self.requests:
+            if not any(map(_runs, request.sequences)):
+                self._enter(request, _phase_at_rest(request), time_s)
 
     def end(self, request_id: str, time_s: float) -> tuple[Request, float]:
         """Forget a request that has ended; returns it, and when: no earlier than its last phase."""
@@ -97,3 +102,9 @@ class RequestPhases:
 
 def _runs(seq: Sequence) -> bool:
     return seq.status is SequenceStatus.RUNNING
+
+
+def _phase_at_rest(request: Request) -> Phase:
+    """Of a request none of whose sequences runs."""
+    swapped = any(seq.status is SequenceStatus.SWAPPED for seq in request.sequences)
+    return "swapped" if swapped else "waiting"

@@ -72,17 +72,21 @@ class Admission:
         if not waiting:
             return
         num_taken = queues.num_taken_places
+        admits_all = self._policy.admits_batches
         at = 0
-        while at < len(waiting) and (plan.has_room or self._policy.admits_batches):
+        while at < len(waiting):
             seq = waiting[at]
             request = seq.request
+            # What of it is cached shows only when it is allocated.
+            if not admits_all and not plan.may_take(len(seq.token_ids)):
+                return
             if num_taken + seq.num_places > self._max_num_seqs or queues.next_is_swapped:
                 return
             if not is_open and not _runs(request):
                 return
             # It waits for a sibling, to share what that computes.
             if any(other.request is request for other in queues.prefilling):
-                if not self._policy.admits_batches:
+                if not admits_all:
                     return
                 num_taken += 1
                 at += 1

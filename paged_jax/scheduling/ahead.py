@@ -12,27 +12,22 @@ None means that the plan has to wait for the tokens:
 - penalties and min_tokens, for which a step needs the tokens before;
 - siblings that are about to start from a prompt, whose blocks are shared only then;
 - memory that is out: whom to preempt, or how much of it, may depend on who ends;
-- swaps, whose blocks are those of whoever runs next.
+- somebody swapped out, who comes back as soon as blocks have become free, with its token from the
+  host.
 """
 
 from paged_jax.memory.interface import MemoryManager
 from paged_jax.scheduling.batch import ScheduledBatch
-from paged_jax.scheduling.queues import Queues, order
+from paged_jax.scheduling.queues import order
 from paged_jax.scheduling.request import Sequence, SequenceStatus
 
 
-def decodes_after(
-    batch: ScheduledBatch, queues: Queues, memory: MemoryManager
-) -> list[Sequence] | None:
+def decodes_after(batch: ScheduledBatch, memory: MemoryManager) -> list[Sequence] | None:
     """The decodes that follow ``batch``, in order, with a slot for each; None: it has to wait."""
-    if queues.swapped or batch.swap_outs or batch.swap_ins:
-        return None
     if any(chunk.forks or chunk.seq.is_beam for chunk in batch.prefills):
         return None
     running = SequenceStatus.RUNNING
     going_on = [seq for seq in batch.decodes if seq.status is running]
-    if len(going_on) != len(queues.decoding):
-        return None  # some decode that the batch leaves out: beams
     firsts = [seq for seq in batch.first_sampled() if seq.status is running]
     if firsts:
         going_on = sorted(going_on + firsts, key=order)

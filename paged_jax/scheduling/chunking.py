@@ -24,6 +24,10 @@ class PrefillPlan:
     def has_room(self) -> bool:
         return self.budget > 0 and len(self.chunks) < self._max_chunks
 
+    def may_take(self, num_tokens: int) -> bool:
+        """Whether there is room for a prompt of which so many tokens are still to be computed."""
+        return self.has_room and (self._is_chunked or num_tokens <= self.budget)
+
     def add(self, seq: Sequence, num_in_flight: int = 0) -> None:
         """Plan as much of the sequence's prefill as there is room for.
 

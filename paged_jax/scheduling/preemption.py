@@ -4,9 +4,9 @@ The running sequences of a request are one group: they share blocks, so all of t
 together or none. The group whose request comes last in order goes first. Its blocks are given up,
 and its tokens computed again in one prefill (recompute), or moved to host memory and back (swap).
 
-A group that grows while it is the last one can only take from itself. The sequences of a sample go
-on one after the other then, so its last one is preempted alone. Beams need each other: the search
-starts again as a whole. Neither is swapped, as it would come back as large as it left.
+A group that is alone can only take from itself. The sequences of a sample go on one after the other
+then, so its last one is preempted alone. Beams need each other: the search starts again as a whole.
+Neither is swapped, as it would come back as large as it left.
 """
 
 from typing import Literal, get_args
@@ -42,11 +42,14 @@ class Preemption:
         self.num_swap_fallbacks = 0  # groups recomputed because a pool had no room to swap them
         self.num_recomputed_tokens = 0  # computed before and lost
 
-    def make_room(self, grower: Sequence) -> list[Sequence]:
-        """Preempt whoever is last, so that `grower`, which runs, may grow; returns who it was."""
+    def make_room(self) -> list[Sequence]:
+        """Preempt whoever is last, for a running sequence to grow; returns who it was.
+
+        That may be the group that is to grow.
+        """
         last = self._queues.last_running()
         request = last.request
-        if request is not grower.request:
+        if not self._queues.runs_nothing_but(request):
             return self._preempt(_group(request), may_swap=True)
         return self.start_again(request) if request.beam_search else self._preempt([last])
 

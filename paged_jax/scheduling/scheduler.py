@@ -133,6 +133,7 @@ class Scheduler:
         )
         self._results = Results(memory, self.queues, self._unfinished, frozenset(eos_token_ids))
         self._num_added = 0
+        self._num_blocks_left = 0  # free ones when an iteration was planned last
         self.num_refused = 0  # requests that `add` has not taken
         self.num_swapped_out_blocks = 0
         self.num_swapped_in_blocks = 0
@@ -202,7 +203,9 @@ class Scheduler:
         if nothing would be left to do; call `schedule` when they are there. No other iteration may
         be planned before `batch` is updated.
         """
-        decodes = decodes_after(batch, self.queues, self.memory)
+        if self.queues.swapped and self.memory.num_free_blocks > self._num_blocks_left:
+            return None  # the next of them may have room now, and brings its token from the host
+        decodes = decodes_after(batch, self.memory)
         if decodes is None:
             return None
         in_flight = {chunk.seq.seq_id: chunk.num_tokens for chunk in batch.prefills}
@@ -237,6 +240,7 @@ class Scheduler:
         if prefills:
             add_forks(prefills, self.memory, self.max_num_seqs - self.queues.num_taken_places)
         swaps = self.memory.pending_swaps()
+        self._num_blocks_left = self.memory.num_free_blocks
         return ScheduledBatch(
             prefills,
             decodes,
@@ -267,7 +271,7 @@ class Scheduler:
             if num_tokens <= seq.num_writable_slots:
                 continue
             while not append(seq.seq_id, num_tokens):
-                preempted += self._preemption.make_room(seq)
+                preempted += self._preemption.make_room()
                 if seq.status is not SequenceStatus.RUNNING:
                     break
             else:

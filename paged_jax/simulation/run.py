@@ -68,6 +68,7 @@ class _Run:
             SimulatedExecutor(memory, cost, self.clock, beams),
             clock=self.clock,
             on_iteration=self.iterations.append,
+            survives_faults=False,  # of a cost model, whose figures are worth nothing then
         )
         self.params = params
         self.arrived: list[tuple[Request, str | None]] = []  # with the reason of a refusal

@@ -44,6 +44,10 @@ class Uniform:
         if not 1 <= self.low <= self.high <= MAX_TOKENS:
             raise ValueError(f"uniform lengths need 1 <= low <= high <= {MAX_TOKENS}, got {self}")
 
+    @property
+    def mean(self) -> float:
+        return (self.low + self.high) / 2
+
     def draw(self, rng: np.random.Generator, count: int) -> list[int]:
         counts: list[int] = rng.integers(self.low, self.high + 1, size=count).tolist()
         return counts

@@ -1,0 +1,76 @@
+"""Swapping: a pool of KV blocks in host memory, and the steps that move blocks there and back."""
+
+import math
+from collections.abc import Iterator, Sequence
+from functools import partial
+
+import jax
+import numpy as np
+from jax import Array
+
+from paged_jax.executor.buckets import bucket_of, padded
+from paged_jax.kv_cache import PagedKVCache, read_blocks, write_blocks
+
+STAGING_BYTES = 64 << 20  # at most, of what one step moves: it takes as much on the device besides
+MAX_STEP_BLOCKS = 64
+
+
+@jax.jit
+def read_step(
+    cache: PagedKVCache,
+    blocks: Array,  # i32[N]
+) -> Array:  # [N, 2 * layers, Hk, S, D]
+    """What blocks hold in all layers, to swap them out. The cache stays as it is."""
+    return read_blocks(cache, blocks)
+
+
+@partial(jax.jit, donate_argnames=("cache",))
+def write_step(
+    cache: PagedKVCache,
+    staged: Array,  # [N, 2 * layers, Hk, S, D], as from read_step
+    blocks: Array,  # i32[N], distinct, but for the null block where N was filled up
+) -> PagedKVCache:
+    """Swap blocks in: they hold in all layers what was read; the cache is donated."""
+    return write_blocks(cache, staged, blocks)
+
+
+class SwapPool:
+    """``num_blocks`` blocks of all layers in pageable host memory.
+
+    A block is contiguous: ``[num_blocks, 2 * layers, Hk, S, D]``. Its pages are the system's until
+    the block is first used. Many blocks go in one step, so that their number costs little.
+    """
+
+    def __init__(self, cache: PagedKVCache, num_blocks: int):
+        leaf, num_leaves = cache.k[0], 2 * len(cache.k)
+        self.blocks = np.empty((num_blocks, num_leaves, *leaf.shape[1:]), leaf.dtype)
+        block_bytes = math.prod(self.blocks.shape[1:]) * self.blocks.itemsize
+        largest = max(1, min(MAX_STEP_BLOCKS, STAGING_BYTES // block_bytes))
+        sizes = (size for size in (1, 4, 16, MAX_STEP_BLOCKS) if size < largest)
+        self.buckets = [*sizes, largest] if num_blocks else []
+
+    def parts(self, moves: Sequence[tuple[int, int]]) -> Iterator[tuple[np.ndarray, list[int]]]:
+        """Moves between (device block, host block) in steps, as (device blocks, host blocks).
+
+        The former are ``i32[N]``, N being one of the buckets: those that are left over are the
+        null block, and fewer than are moved.
+        """
+        start = 0
+        while start < len(moves):
+            num_left = min(len(moves) - start, self.buckets[-1])
+            bucket = bucket_of(self.buckets, num_left)
+            if 2 * num_left < bucket:
+                bucket = max((size for size in self.buckets if size < bucket), default=bucket)
+            blocks, hosts = zip(*moves[start : start + bucket], strict=True)
+            yield padded(blocks, bucket), list(hosts)
+            start += bucket
+
+    def put(self, hosts: list[int], staged: Array) -> None:
+        """Wait for what has been read ``[N, 2 * layers, Hk, S, D]``, and keep it."""
+        self.blocks[hosts] = np.asarray(staged)[: len(hosts)]
+
+    def get(self, hosts: list[int], bucket: int) -> np.ndarray:
+        """What host blocks hold, to be written: ``[bucket, 2 * layers, Hk, S, D]``."""
+        staged = np.zeros((bucket, *self.blocks.shape[1:]), self.blocks.dtype)
+        np.take(self.blocks, hosts, axis=0, out=staged[: len(hosts)])
+        return staged

@@ -1,0 +1,222 @@
+"""Prometheus' counters, gauges and histograms of an engine, under vLLM's names where it has them.
+
+Plain numbers, so that an iteration costs microseconds; `paged_jax.observability.prometheus` turns
+them into a scrape. What vLLM does not have is called `paged_jax:`. A scrape may fall into the
+middle of an iteration: each figure is right by itself.
+"""
+
+from collections import Counter
+
+from paged_jax.engine_core import Iteration, Observer
+from paged_jax.observability.figures import (
+    Family,
+    counter,
+    counters,
+    flat,
+    gauge,
+    histogram,
+    info,
+)
+from paged_jax.observability.histogram import (
+    FEW,
+    FIRST_TOKEN_S,
+    ITERATION_TOKENS,
+    REQUEST_S,
+    TOKEN_S,
+    Histogram,
+    up_to,
+)
+from paged_jax.observability.phases import RequestPhases
+from paged_jax.observability.token_gaps import TokenGaps
+from paged_jax.outputs import RequestOutput
+from paged_jax.scheduling.fitting import QueueFull
+from paged_jax.scheduling.request import Request
+from paged_jax.scheduling.scheduler import Scheduler
+
+FINISH_REASONS = ("stop", "length", "abort", "timeout", "error")
+_COMPLETE = ("stop", "length")
+
+
+class Metrics(Observer):
+    """Counts what happens to the requests of one scheduler.
+
+    Latencies are of requests that came to their end: one that was aborted, failed or timed out
+    would make the engine look faster than it is.
+    """
+
+    def __init__(self, scheduler: Scheduler):
+        self._scheduler = scheduler
+        self._phases = RequestPhases()
+        self._gaps = TokenGaps()
+        self._arrival_s: dict[str, float] = {}  # of requests that have no token yet
+        self.num_prompt_tokens = self.num_cached_tokens = self.num_generated_tokens = 0
+        self.num_failed_steps = 0
+        self.num_ended = Counter(dict.fromkeys(FINISH_REASONS, 0))
+        self.num_refused = Counter({"max_num_waiting": 0, "invalid_request": 0})
+        lengths = up_to(scheduler.max_model_len)
+        self.iteration_tokens = Histogram(ITERATION_TOKENS)
+        self.first_token_s, self.inter_token_s = Histogram(FIRST_TOKEN_S), Histogram(TOKEN_S)
+        self.token_s = Histogram(TOKEN_S)
+        self.e2e_s, self.queue_s = Histogram(REQUEST_S), Histogram(REQUEST_S)
+        self.prefill_s, self.decode_s = Histogram(REQUEST_S), Histogram(REQUEST_S)
+        self.inference_s = Histogram(REQUEST_S)
+        self.prompt_tokens, self.generation_tokens = Histogram(lengths), Histogram(lengths)
+        self.n, self.max_tokens = Histogram(FEW), Histogram(lengths)
+
+    def on_request_added(self, request: Request) -> None:
+        self._phases.add(request)
+        self._arrival_s[request.request_id] = request.arrival_time
+        self.n.observe(request.params.n)
+        self.max_tokens.observe(request.params.max_tokens)
+
+    def on_request_refused(self, error: ValueError) -> None:
+        self.num_refused[
+            "max_num_waiting" if isinstance(error, QueueFull) else "invalid_request"
+        ] += 1
+
+    def on_step(self, iteration: Iteration) -> None:
+        batch, now = iteration.batch, iteration.end_s
+        self._phases.follow(iteration)
+        self.iteration_tokens.observe(batch.num_tokens)
+        sampled = iteration.sampled
+        if failed := iteration.result.failed:
+            sampled = [seq for index, seq in enumerate(sampled) if index not in failed]
+        self.num_generated_tokens += len(sampled)
+        for chunk in batch.prefills:
+            request = chunk.seq.request
+            if chunk.completes and request.error is None:
+                arrival = self._arrival_s.pop(request.request_id, None)
+                if arrival is not None:
+                    self.first_token_s.observe(now - arrival)
+                    self.num_prompt_tokens += len(request.prompt_token_ids)
+                    self.num_cached_tokens += request.num_cached_tokens or 0
+        for gap, count in self._gaps.after(sampled, now):
+            self.inter_token_s.observe(gap, count)
+
+    def on_recovery(self, time_s: float) -> None:
+        self.num_failed_steps += 1
+        self._phases.recover(time_s)
+
+    def on_request_ended(self, output: RequestOutput, time_s: float) -> None:
+        request, _ = self._phases.end(output.request_id, time_s)
+        self._arrival_s.pop(output.request_id, None)
+        self._gaps.forget(request)
+        reason = "error" if request.error is not None else output.outputs[0].finish_reason
+        assert reason is not None
+        self.num_ended[reason] += 1
+        times = output.metrics
+        first, last, scheduled = times.first_token_s, times.last_token_s, times.first_scheduled_s
+        if reason not in _COMPLETE or first is None or last is None or scheduled is None:
+            return
+        self.e2e_s.observe(last - times.arrival_s)
+        self.queue_s.observe(scheduled - times.arrival_s)
+        self.prefill_s.observe(first - scheduled)
+        self.decode_s.observe(last - first)
+        self.inference_s.observe(last - scheduled)
+        self.prompt_tokens.observe(len(output.prompt_token_ids))
+        self.generation_tokens.observe(sum(len(out.token_ids) for out in output.outputs))
+        for token_times in times.token_times_s:
+            if len(token_times) > 1:
+                duration = token_times[-1] - token_times[0]
+                self.token_s.observe(duration / (len(token_times) - 1))
+
+    def values(self) -> dict[str, float]:
+        """Every figure by its name and labels, as in `vllm:request_success_total{...}`."""
+        return flat(self.families())
+
+    def families(self) -> list[Family]:
+        """Every figure, now."""
+        return [*self._gauges(), *self._counters(), *self._histograms()]
+
+    def _gauges(self) -> list[Family]:
+        memory, num_requests = self._scheduler.memory, self._phases.num_requests
+        total, free = memory.num_total_blocks, memory.num_free_blocks
+        host, free_host = memory.num_swap_blocks, memory.num_free_swap_blocks
+        used, used_host = 1 - free / total, (host - free_host) / host if host else 0.0
+        running = num_requests["prefill"] + num_requests["running"]
+        facts = {
+            "block_size": str(memory.block_size),
+            "num_gpu_blocks": str(total),
+            "num_cpu_blocks": str(host),
+        }
+        return [
+            gauge("vllm:num_requests_running", "Requests in the batch.", running),
+            gauge("vllm:num_requests_waiting", "Requests that wait.", num_requests["waiting"]),
+            gauge("vllm:num_requests_swapped", "Requests in host memory.", num_requests["swapped"]),
+            gauge("vllm:kv_cache_usage_perc", "Blocks in use, 1 is all of them.", used),
+            gauge("vllm:gpu_cache_usage_perc", "The same under vLLM's earlier name.", used),
+            gauge("vllm:cpu_cache_usage_perc", "Host blocks in use, 1 is all.", used_host),
+            gauge(
+                "paged_jax:num_cached_blocks",
+                "Free blocks that keep a prefix until they are needed.",
+                memory.num_cached_blocks,
+            ),
+            info("vllm:cache_config_info", "Sizes of the pools.", facts),
+        ]
+
+    def _counters(self) -> list[Family]:
+        scheduler, stats = self._scheduler, self._scheduler.memory.stats
+        by_swap = scheduler.num_preemptions_by_swap
+        modes = {"recompute": scheduler.num_preemptions - by_swap, "swap": by_swap}
+        return [
+            counter("vllm:num_preemptions", "Preemptions.", scheduler.num_preemptions),
+            counter("vllm:prompt_tokens", "Of prompts that were computed.", self.num_prompt_tokens),
+            counter("vllm:prompt_tokens_cached", "Of these, cached.", self.num_cached_tokens),
+            counter("vllm:generation_tokens", "Tokens generated.", self.num_generated_tokens),
+            counter("vllm:prefix_cache_queries", "Tokens looked up.", stats.queried_tokens),
+            counter("vllm:prefix_cache_hits", "Of these, found.", stats.hit_tokens),
+            counters(
+                "vllm:request_success",
+                "Requests that ended, by reason.",
+                "finished_reason",
+                self.num_ended,
+            ),
+            counters("vllm:admission_rejections", "Requests refused.", "reason", self.num_refused),
+            counters("paged_jax:preemptions_by_mode", "Preemptions.", "mode", modes),
+            counter(
+                "paged_jax:swap_fallbacks",
+                "Preemptions by recompute for want of host blocks.",
+                scheduler.num_swap_fallbacks,
+            ),
+            counter(
+                "paged_jax:recomputed_tokens",
+                "Computed, lost by a preemption, and to be computed again.",
+                scheduler.num_recomputed_tokens,
+            ),
+            counter(
+                "paged_jax:swapped_out_blocks", "To the host.", scheduler.num_swapped_out_blocks
+            ),
+            counter(
+                "paged_jax:swapped_in_blocks", "From the host.", scheduler.num_swapped_in_blocks
+            ),
+            counter("paged_jax:failed_steps", "Steps that raised.", self.num_failed_steps),
+            counter("paged_jax:block_copies", "Blocks copied on write.", stats.copies),
+            counter("paged_jax:block_evictions", "Cached blocks given up.", stats.evictions),
+        ]
+
+    def _histograms(self) -> list[Family]:
+        return [
+            histogram("vllm:iteration_tokens_total", "Per iteration.", self.iteration_tokens),
+            histogram("vllm:time_to_first_token_seconds", "From the arrival.", self.first_token_s),
+            histogram(
+                "vllm:inter_token_latency_seconds", "From token to token.", self.inter_token_s
+            ),
+            histogram(
+                "vllm:request_time_per_output_token_seconds",
+                "Of a sequence, after its first token.",
+                self.token_s,
+            ),
+            histogram(
+                "vllm:e2e_request_latency_seconds", "From arrival to last token.", self.e2e_s
+            ),
+            histogram("vllm:request_queue_time_seconds", "Waiting at first.", self.queue_s),
+            histogram("vllm:request_prefill_time_seconds", "To the first token.", self.prefill_s),
+            histogram("vllm:request_decode_time_seconds", "First to last token.", self.decode_s),
+            histogram(
+                "vllm:request_inference_time_seconds", "Prefill and decode.", self.inference_s
+            ),
+            histogram("vllm:request_prompt_tokens", "Of a request.", self.prompt_tokens),
+            histogram("vllm:request_generation_tokens", "Of a request.", self.generation_tokens),
+            histogram("vllm:request_params_n", "Continuations asked for.", self.n),
+            histogram("vllm:request_params_max_tokens", "Tokens asked for.", self.max_tokens),
+        ]
