@@ -209,7 +209,8 @@ class MemoryManager(Protocol):
         This is the live list, not a copy: callers only read it. Until the sequence is freed it
         grows at its end, and `append` may replace the block of the slot that it makes writable. As
         long as the copy to it is pending, the block copied from takes its place again if all others
-        let go of it. Every other entry stays as it is.
+        let go of it. Every other entry stays as it is, unless memory is contiguous: then all are
+        replaced together.
         """
 
     def usage(self, num_computed_tokens: Mapping[int, int]) -> MemoryUsage:
