@@ -4,9 +4,11 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
+from tqdm import tqdm
 
 from experiments.simulation.real_engine import RealEngine
 from paged_jax.simulation.calibrated import Measured, StepBuckets
+from paged_jax.simulation.system import SystemConfig
 from paged_jax.workloads import VocabRange, WorkloadRequest
 from paged_jax.workloads.synthetic import random_token_ids
 
@@ -18,21 +20,28 @@ def measure(real: RealEngine, seed: int) -> list[Measured]:
     """One round: each workload on its own."""
     engine = real.engine
     workloads = calibration_workloads(
-        real.buckets, engine.max_model_len, VocabRange(0, engine.config.vocab_size), seed
+        real.buckets,
+        real.system,
+        VocabRange(0, engine.config.vocab_size),
+        seed,
     )
-    return [each for requests in workloads for each in real.serve(requests, "calibration")[1]]
+    measured: list[Measured] = []
+    for requests in tqdm(workloads, desc="calibration", unit="workload", leave=False):
+        measured += real.serve(requests)[1]
+    return measured
 
 
 def calibration_workloads(
-    buckets: StepBuckets, max_model_len: int, vocab: VocabRange, seed: int
+    buckets: StepBuckets, system: SystemConfig, vocab: VocabRange, seed: int
 ) -> list[list[WorkloadRequest]]:
     """Workloads to be served one after the other, the requests of each all at once.
 
     For each size of a prefill a prompt that fills it, and one that does so after a chunk of the
-    largest size; for each size of a decode step as many sequences of random lengths.
+    largest size; for each size of a decode step as many sequences of random lengths; for each size
+    of what samples after prompts as many prompts that are computed together.
     """
     rng = np.random.default_rng([seed, 0x63616C])
-    room = max_model_len - OUTPUT_TOKENS[1]
+    room = system.max_model_len - OUTPUT_TOKENS[1]
 
     def request(num_prompt: int, num_output: int) -> WorkloadRequest:
         return WorkloadRequest(tuple(random_token_ids(rng, num_prompt, vocab)), num_output)
@@ -48,6 +57,10 @@ def calibration_workloads(
         prompts = rng.integers(8, min(MAX_PROMPT_TOKENS, room) + 1, size=size)
         outputs = rng.integers(*OUTPUT_TOKENS, endpoint=True, size=size)
         workloads.append([request(*each) for each in zip(prompts, outputs, strict=True)])
+    for size in buckets.head:
+        if size <= system.max_prefill_seqs:  # more at a time are forks
+            longest = max(1, min(room, system.max_num_batched_tokens // size))
+            workloads.append([request(n, 2) for n in rng.integers(1, longest + 1, size=size)])
     return workloads
 
 

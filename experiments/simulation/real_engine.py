@@ -50,12 +50,16 @@ class RealEngine:
     Prefix caching is off: requests share nothing.
     """
 
-    def __init__(self, model: Any, clock: RunClock, **limits: Any):
+    def __init__(self, model: Any, clock: RunClock, *, max_num_seqs: int, **limits: Any):
+        self._max_prefill_seqs = min(MAX_PREFILL_SEQS, max_num_seqs)
         self.engine = Engine(
             model,
-            max_prefill_seqs=MAX_PREFILL_SEQS,
+            max_num_seqs=max_num_seqs,
+            max_prefill_seqs=self._max_prefill_seqs,
             watermark=WATERMARK,
             enable_prefix_caching=False,
+            preemption_mode="recompute",
+            pipelined=False,
             **limits,
         )
         self._clock = self.engine.core.clock = clock
@@ -83,19 +87,20 @@ class RealEngine:
             max_num_seqs=engine.max_num_seqs,
             max_num_batched_tokens=engine.max_num_batched_tokens,
             max_model_len=engine.max_model_len,
-            max_prefill_seqs=MAX_PREFILL_SEQS,
+            max_prefill_seqs=self._max_prefill_seqs,
             prefill_sizes=tuple(prefill_buckets(engine.max_num_batched_tokens)),
             enable_prefix_caching=False,
             watermark=WATERMARK,
         )
 
     def serve(
-        self, requests: Sequence[WorkloadRequest], description: str
+        self, requests: Sequence[WorkloadRequest], description: str | None = None
     ) -> tuple[SimulatedRun, list[Measured]]:
         """Add each request when it arrives and step until all have ended, as `simulate` does.
 
-        Returns the run, its times from its start, and each iteration's work and seconds: up to the
-        next one where that follows at once. ValueError if a request can never be held.
+        With a `description` a progress bar shows it. Returns the run, its times from its start,
+        and each iteration's work and seconds, the driver's included. ValueError if a request can
+        never be held.
         """
         require_fitting(self.engine, requests)
         engine, clock = self.engine, self._clock
@@ -105,10 +110,17 @@ class RealEngine:
         before = _counts(scheduler)
         upcoming = deque(enumerate(requests))
         outputs: dict[str, RequestOutput] = {}
-        iteration_s: list[float] = []
+        times: list[tuple[float, float]] = []  # of each iteration: start, seconds
         self._recorder.take()
         start = clock()
-        with tqdm(total=len(requests), desc=description, unit="request", leave=False) as bar:
+        bar: tqdm[Any] = tqdm(
+            total=len(requests),
+            desc=description,
+            unit="request",
+            leave=False,
+            disable=description is None,
+        )
+        with bar:
             while upcoming or engine.has_work:
                 begin = clock()
                 while upcoming and start + upcoming[0][1].arrival_s <= begin:
@@ -117,7 +129,7 @@ class RealEngine:
                     ended = engine.step()
                     outputs |= {output.request_id: output for output in ended}
                     bar.update(len(ended))
-                    iteration_s.append(clock() - begin)
+                    times.append((begin - start, clock() - begin))
                 else:
                     clock.idle_until(start + upcoming[0][1].arrival_s)
         run = SimulatedRun(
@@ -126,14 +138,15 @@ class RealEngine:
                 for number, request in enumerate(requests)
             ],
             iterations=[
-                replace(stats, start_s=stats.start_s - start, wall_s=seconds)
-                for stats, seconds in zip(iterations, iteration_s, strict=True)
+                replace(stats, start_s=start_s, wall_s=seconds)
+                for stats, (start_s, seconds) in zip(iterations, times, strict=True)
             ],
             duration_s=clock() - start,
             sharing=engine.sharing_stats,
             **{name: count - before[name] for name, count in _counts(scheduler).items()},
         )
-        return run, list(zip(self._recorder.take(), iteration_s, strict=True))
+        seconds = [each for _, each in times]
+        return run, list(zip(self._recorder.take(), seconds, strict=True))
 
     def _add(self, number: int, request: WorkloadRequest, start_s: float) -> None:
         params = replace(GREEDY, max_tokens=request.max_tokens, ignore_eos=True)
