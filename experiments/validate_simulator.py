@@ -108,27 +108,23 @@ def _percentile(values: list[float], percent: float) -> float:
     return float(np.percentile(values, percent))
 
 
-def _latencies(run: SimulatedRun) -> list[float]:
-    return [r.latency_s for r in run.requests if r.latency_s is not None]
-
-
-def _normalised(run: SimulatedRun) -> list[float]:
-    return [1e3 * r.normalised_latency_s for r in run.requests if r.normalised_latency_s]
-
-
-def _ttfts(run: SimulatedRun) -> list[float]:
-    return [r.ttft_s for r in run.requests if r.ttft_s is not None]
-
-
 # (name, how it is computed, whether it has to be within the goal)
 FIGURES: tuple[tuple[str, Callable[[SimulatedRun], float], bool], ...] = (
     ("output tokens/s", lambda run: run.output_tokens_per_s, True),
-    ("latency p50 (s)", lambda run: _percentile(_latencies(run), 50), True),
-    ("latency p99 (s)", lambda run: _percentile(_latencies(run), 99), True),
-    ("normalised latency p50 (ms)", lambda run: _percentile(_normalised(run), 50), True),
-    ("normalised latency p99 (ms)", lambda run: _percentile(_normalised(run), 99), True),
-    ("time to first token p50 (s)", lambda run: _percentile(_ttfts(run), 50), False),
-    ("time to first token p99 (s)", lambda run: _percentile(_ttfts(run), 99), False),
+    ("latency p50 (s)", lambda run: _percentile(run.latencies_s, 50), True),
+    ("latency p99 (s)", lambda run: _percentile(run.latencies_s, 99), True),
+    (
+        "normalised latency p50 (ms)",
+        lambda run: 1e3 * _percentile(run.normalised_latencies_s, 50),
+        True,
+    ),
+    (
+        "normalised latency p99 (ms)",
+        lambda run: 1e3 * _percentile(run.normalised_latencies_s, 99),
+        True,
+    ),
+    ("time to first token p50 (s)", lambda run: _percentile(run.ttfts_s, 50), False),
+    ("time to first token p99 (s)", lambda run: _percentile(run.ttfts_s, 99), False),
     ("mean batch size, over time", lambda run: run.mean_batch_size, False),
     ("token states (% of the pool)", lambda run: 100 * run.memory_shares["token_states"], False),
 )
@@ -201,7 +197,7 @@ def plot(last: Round, path: str) -> None:
             at.plot([row[CURVES.index(name)] for row in found], style, label=label)
             at.set_xlabel("iteration, all at once")
             at.set_ylabel(name)
-        latencies = np.sort(_latencies(runs["poisson"]))
+        latencies = np.sort(runs["poisson"].latencies_s)
         axes[2].step(
             latencies, np.arange(1, 1 + len(latencies)) / len(latencies), style, label=label
         )

@@ -4,11 +4,16 @@ import math
 import time
 from dataclasses import dataclass, replace
 
+import numpy as np
 import pytest
 
+from paged_jax.engine_core import EngineCore
+from paged_jax.scheduling.request import Request
 from paged_jax.scheduling.sampling_params import SamplingParams
+from paged_jax.simulation.branching import BeamCandidates
 from paged_jax.simulation.clock import VirtualClock
 from paged_jax.simulation.cost_model import CostModel, RooflineCost
+from paged_jax.simulation.executor import SimulatedExecutor
 from paged_jax.simulation.hardware import find_gpu
 from paged_jax.simulation.model_shapes import find_model_shape
 from paged_jax.simulation.run import simulate
@@ -177,16 +182,29 @@ def test_samples_and_beams_share_blocks():
         run = simulate(requests, SYSTEM, Fixed(), params=params)
         assert max(stats.usage.shared for stats in run.iterations) >= 16
         assert [r.num_output_tokens for r in run.requests] == [20] * 3
+        assert run.output_tokens_per_s == pytest.approx(3 * 20 * params.n / run.duration_s)
         assert run.sharing.forks > 0
 
 
 def test_generated_filler_is_found_by_nobody_else():
     system = SystemConfig(num_slots=480, max_model_len=128, enable_prefix_caching=True)
-    run = simulate([request(40, 40, float(at)) for at in (0, 100)], system, Fixed())
-    assert [r.num_cached_tokens for r in run.requests] == [0, 32]  # the prompt's full blocks
-    follow_up = WorkloadRequest(tuple(range(1, 41)) + (7,) * 40, 8, arrival_s=200.0)
+    follow_up = WorkloadRequest(tuple(range(1, 41)) + (7,) * 40, 8, arrival_s=100.0)
     run = simulate([request(40, 40), follow_up], system, Fixed())
-    assert run.requests[1].num_cached_tokens == 32
+    assert [r.num_cached_tokens for r in run.requests] == [0, 32]  # the prompt's full blocks
+
+    scheduler, clock = system.scheduler(), VirtualClock()
+    beams = BeamCandidates(np.random.default_rng(0))
+    core = EngineCore(scheduler, SimulatedExecutor(scheduler.memory, Fixed(), clock, beams))
+    twins = [
+        Request(name, (1, 2, 3), SamplingParams(n=2, max_tokens=4), 0.0, seed=0) for name in "ab"
+    ]
+    for twin in twins:
+        core.add(twin)
+    while scheduler.has_work:
+        core.step()
+    outputs = [tuple(seq.output_token_ids) for twin in twins for seq in twin.sequences]
+    assert len(set(outputs)) == 4
+    assert all(token < 0 for output in outputs for token in output)
 
 
 def test_a_run_depends_on_nothing_but_its_arguments():

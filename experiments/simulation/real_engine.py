@@ -182,6 +182,7 @@ def _outcome(request: WorkloadRequest, output: RequestOutput, start_s: float) ->
         first_token_s=metrics.first_token_s - start_s,
         last_token_s=metrics.last_token_s - start_s,
         num_output_tokens=len(output.outputs[0].token_ids),
+        num_sequences=len(output.outputs),
         num_cached_tokens=output.num_cached_tokens,
         num_preemptions=metrics.num_preemptions,
     )

@@ -67,9 +67,10 @@ class RooflineCost:
     """The cost model of this module's docstring. Times in seconds.
 
     iteration_overhead_s, sequence_overhead_s: the framework's host, for an iteration and for each
-        sequence in it, while the device waits. vLLM's was still 62 % of the time for Llama-3-8B on
-        an H100 in mid-2024 (its blog on v0.6.0, half of it in the scheduler's process): some 10 ms
-        for a hundred sequences, in Python as in 2023. The split between the two is assumed.
+        sequence in it, while the device waits. Of vLLM's time for Llama-3-8B on an H100 the GPU had
+        38 % in mid-2024, the scheduler 29 % and the API server in the same process 33 % (its blog
+        on v0.6.0): about 10 ms for a hundred sequences, and it was Python in 2023 as well. How much
+        of it grows with the sequences is assumed.
     block_overhead_slots: what a block costs an attention kernel beyond its slots, in slots read.
         The paper's kernel took 20 to 26 % longer than a contiguous one at 16 slots a block (its
         Figure 18a): 3.7 slots. That it is the same per block at any block size is assumed.

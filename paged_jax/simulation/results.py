@@ -18,7 +18,8 @@ class SimulatedRequest:
     max_tokens: int
     first_token_s: float | None  # None: it got none
     last_token_s: float | None  # None: it has not finished
-    num_output_tokens: int  # of each of its sequences, the longest where they differ
+    num_output_tokens: int  # of each of the sequences that it returns, so far
+    num_sequences: int  # that it returns
     num_cached_tokens: int  # of the prompt, found in the prefix cache at first admission
     num_preemptions: int
     refusal: str | None = None  # why it was not taken
@@ -85,8 +86,9 @@ class SimulatedRun:
 
     @property
     def output_tokens_per_s(self) -> float:
-        """Tokens of finished requests per second of the run."""
-        return sum(request.num_output_tokens for request in self.finished) / self.duration_s
+        """Tokens of finished requests, of all their sequences, per second of the run."""
+        counts = [request.num_output_tokens * request.num_sequences for request in self.finished]
+        return sum(counts) / self.duration_s
 
     @property
     def mean_batch_size(self) -> float:
@@ -103,18 +105,31 @@ class SimulatedRun:
     @property
     def normalised_latency_s(self) -> float | None:
         """Mean over finished requests (Kwon et al., section 6.1); None if there is none."""
-        latencies = [r.normalised_latency_s for r in self.requests if r.normalised_latency_s]
+        latencies = self.normalised_latencies_s
         return float(np.mean(latencies)) if latencies else None
+
+    @property
+    def normalised_latencies_s(self) -> list[float]:
+        """Of the finished requests, by arrival."""
+        latencies = [request.normalised_latency_s for request in self.requests]
+        return [latency for latency in latencies if latency is not None]
+
+    @property
+    def latencies_s(self) -> list[float]:
+        """From arrival to last token, of the finished requests, by arrival."""
+        latencies = [request.latency_s for request in self.requests]
+        return [latency for latency in latencies if latency is not None]
+
+    @property
+    def ttfts_s(self) -> list[float]:
+        """From arrival to first token, of the requests that got one, by arrival."""
+        times = [request.ttft_s for request in self.requests]
+        return [time for time in times if time is not None]
 
     def goodput(self, max_normalised_latency_s: float) -> float:
         """Requests per second of the run that finished within the objective."""
-        latencies = [request.normalised_latency_s for request in self.requests]
-        return (
-            sum(
-                latency is not None and latency <= max_normalised_latency_s for latency in latencies
-            )
-            / self.duration_s
-        )
+        in_time = [each for each in self.normalised_latencies_s if each <= max_normalised_latency_s]
+        return len(in_time) / self.duration_s
 
     def _over_time(self, values: Sequence[float]) -> float:
         """ValueError if no time has passed in iterations."""

@@ -149,6 +149,7 @@ class _Run:
             first_token_s=self.first_token_s.get(name),
             last_token_s=self.last_token_s.get(name),
             num_output_tokens=_num_output_tokens(request),
+            num_sequences=request.params.n,
             num_cached_tokens=request.num_cached_tokens or 0,
             num_preemptions=request.num_preemptions,
             refusal=refusal,
