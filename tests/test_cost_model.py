@@ -154,7 +154,7 @@ def test_newer_gpus_are_faster():
     [
         (lambda: find_gpu("A1000"), "no description of GPU 'A1000'; there are A100-40GB"),
         (lambda: find_model_shape("OPT-1B"), "no shape of model 'OPT-1B'; there are OPT-13B"),
-        (lambda: RooflineCost(A100, OPT_13B, num_gpus=3), "40 heads, which 3 GPUs cannot share"),
+        (lambda: RooflineCost(A100, OPT_13B, num_gpus=3), "40 KV heads, which 3 GPUs cannot share"),
         (lambda: RooflineCost(A100, OPT_13B, iteration_overhead_s=-1), "iteration_overhead_s"),
         (lambda: Efficiency(memory=1.5), r"efficiency memory must be in \(0, 1\], got 1.5"),
     ],

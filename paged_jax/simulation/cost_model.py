@@ -92,10 +92,10 @@ class RooflineCost:
     swap_copies_per_block: int | None = None
 
     def __post_init__(self) -> None:
-        if self.num_gpus < 1 or self.model.num_heads % self.num_gpus:
+        if self.num_gpus < 1 or self.model.num_kv_heads % self.num_gpus:
             raise ValueError(
-                f"{self.model.name} has {self.model.num_heads} heads, which {self.num_gpus} GPUs "
-                "cannot share evenly"
+                f"{self.model.name} has {self.model.num_kv_heads} KV heads, which {self.num_gpus} "
+                "GPUs cannot share evenly"
             )
         for name in ("iteration_overhead_s", "sequence_overhead_s", "block_overhead_slots"):
             if not getattr(self, name) >= 0:
