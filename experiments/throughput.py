@@ -38,7 +38,6 @@ from experiments.paper.setups import SETUPS, find_setup
 from experiments.paper.simulations import Load, Sustained, find_sustained
 from experiments.paper.systems import SYSTEMS, chosen_systems
 from experiments.sharing.presets import preset
-from paged_jax.workloads import PUBLISHED_LENGTHS
 
 _QUICK = flags.DEFINE_bool("quick", False, "OPT-13B alone, short traces.")
 _MODELS = flags.DEFINE_list(
@@ -85,8 +84,11 @@ class Case(NamedTuple):
 
 def relative_length(lengths: str) -> float:
     """Mean output tokens, of ShareGPT's: a trace has to last for so many requests' lifetimes."""
-    outputs = [request.max_tokens for request in draw(lengths, 1000, 2048, _SEED.value)]
-    return float(np.mean(outputs)) / PUBLISHED_LENGTHS["sharegpt"].output.mean
+
+    def mean_output(name: str) -> float:
+        return float(np.mean([r.max_tokens for r in draw(name, 1000, 2048, _SEED.value)]))
+
+    return mean_output(lengths) / mean_output("sharegpt")
 
 
 def panel_of(load: Load) -> tuple[str, str]:
