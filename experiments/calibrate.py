@@ -89,6 +89,7 @@ def main() -> None:
         max_model_len=_MAX_MODEL_LEN.value,
     )
     try:
+        real.engine.warm_up()
         num_rounds = preset(_ROUNDS, _QUICK.value, quick=2, full=4)
         rounds = [measure(real, _SEED.value + number) for number in range(num_rounds)]
     finally:

@@ -223,6 +223,7 @@ def main() -> None:
         max_model_len=preset(_MAX_MODEL_LEN, is_quick, quick=512, full=1024),
     )
     try:
+        real.engine.warm_up()
         requests, notes = build_workload(
             "lengths",
             lengths=preset(_LENGTHS, is_quick, quick="alpaca", full="sharegpt"),

@@ -1,8 +1,9 @@
 """A real engine, what it takes for a workload, and the system that simulates it."""
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from types import MappingProxyType
 from typing import Any
 
 from tqdm import tqdm
@@ -45,27 +46,34 @@ class WorkRecorder(Executor):
 
 
 class RealEngine:
-    """An engine whose runs are measured by `clock`; `limits` are `Engine`'s.
+    """An engine whose runs are measured by `clock`.
 
-    Prefix caching is off: requests share nothing.
+    `policies` are what `Engine` and `SystemConfig` both have, `limits` are `Engine`'s. Prefix
+    caching is off: requests share nothing.
     """
 
-    def __init__(self, model: Any, clock: RunClock, *, max_num_seqs: int, **limits: Any):
-        self._max_prefill_seqs = min(MAX_PREFILL_SEQS, max_num_seqs)
+    def __init__(
+        self,
+        model: Any,
+        clock: RunClock,
+        *,
+        max_num_seqs: int,
+        policies: Mapping[str, Any] = MappingProxyType({}),
+        **limits: Any,
+    ):
+        self._policies: dict[str, Any] = {
+            "max_prefill_seqs": min(MAX_PREFILL_SEQS, max_num_seqs),
+            "watermark": WATERMARK,
+            "enable_prefix_caching": False,
+            "preemption_mode": "recompute",
+            **policies,
+        }
         self.engine = Engine(
-            model,
-            max_num_seqs=max_num_seqs,
-            max_prefill_seqs=self._max_prefill_seqs,
-            watermark=WATERMARK,
-            enable_prefix_caching=False,
-            preemption_mode="recompute",
-            pipelined=False,
-            **limits,
+            model, max_num_seqs=max_num_seqs, pipelined=False, **self._policies, **limits
         )
         self._clock = self.engine.core.clock = clock
         self._recorder = WorkRecorder(self.engine.executor, self.engine.block_size)
         self.engine.core.executor = self._recorder
-        self.engine.warm_up()
 
     @property
     def buckets(self) -> StepBuckets:
@@ -87,10 +95,8 @@ class RealEngine:
             max_num_seqs=engine.max_num_seqs,
             max_num_batched_tokens=engine.max_num_batched_tokens,
             max_model_len=engine.max_model_len,
-            max_prefill_seqs=self._max_prefill_seqs,
             prefill_sizes=tuple(prefill_buckets(engine.max_num_batched_tokens)),
-            enable_prefix_caching=False,
-            watermark=WATERMARK,
+            **self._policies,
         )
 
     def serve(
