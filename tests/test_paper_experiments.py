@@ -31,7 +31,7 @@ def test_capacity_prints_the_papers_slots_and_plans_for_a_model_of_ones_own(tmp_
 def test_throughput_finds_rates_and_gains(tmp_path):
     results, _ = results_of(
         "throughput", tmp_path, "--quick", ONE_PROCESS, "--lengths=sharegpt",
-        "--systems=orca_max,paged", "--duration_s=8",
+        "--systems=orca_max,paged", "--duration_s=5",
     )  # fmt: skip
     orca, paged = results["cases"]
     assert paged["rate"] > orca["rate"] > 0
@@ -45,7 +45,7 @@ def test_throughput_finds_rates_and_gains(tmp_path):
 
 def test_batched_requests_are_put_beside_the_papers(tmp_path):
     results, _ = results_of(
-        "batched_requests", tmp_path, "--quick", "--processes=2", "--duration_s=20",
+        "batched_requests", tmp_path, "--quick", "--processes=2", "--duration_s=10",
         "--loads=sharegpt:2,alpaca:30",
         "--systems=orca_max,orca_oracle",
     )  # fmt: skip
@@ -59,7 +59,7 @@ def test_batched_requests_are_put_beside_the_papers(tmp_path):
 
 def test_beams_and_samples_are_served_by_paging_and_by_reservations(tmp_path):
     results, _ = results_of(
-        "parallel_and_beam", tmp_path, ONE_PROCESS, "--widths=3", "--duration_s=3",
+        "parallel_and_beam", tmp_path, ONE_PROCESS, "--widths=2", "--duration_s=1",
         "--systems=orca_oracle,paged",
     )  # fmt: skip
     cases = {(case["method"], case["system"]): case for case in results["cases"]}

@@ -191,8 +191,8 @@ def sections(tmp_path) -> list[report.Section]:
         Claim("a < b", "2", "3", "at least 2", True, "unneeded"),
         Claim("c", "2", "1", "at least 2", False, "because of <d>"),
     ]
-    good = Outcome(["python", "-m", "experiments.throughput"], "abc", 12.0, 0, "done")
-    bad = Outcome(["python", "-m", "experiments.chatbot"], "abc", 1.0, 2, "error: no <model>")
+    good = Outcome(["python", "-m", "experiments.throughput"], "abc", 12.0, 9.0, 0, "done")
+    bad = Outcome(["python", "-m", "experiments.chatbot"], "abc", 1.0, 1.0, 2, "error: no <model>")
     return [
         report.Section(step, folder, good, claims),
         report.Section(Step("chatbot", "Chat", (), (), ()), tmp_path, bad, []),
@@ -244,7 +244,7 @@ def test_a_report_from_the_command_line_which_is_kept_the_second_time(tmp_path):
     (folder / "results.json").write_text('{"cases": [{"ratio": 1.25}, {"ratio": 1.5}]}')
     outcome = {
         "command": step.command(True, str(folder)), "commit": git_commit(ROOT / "experiments"),
-        "seconds": 3.0, "returncode": 0, "last_line": "", "was_kept": False,
+        "seconds": 3.0, "cpu_seconds": 5.0, "returncode": 0, "last_line": "", "was_kept": False,
     }  # fmt: skip
     (folder / "done.json").write_text(json.dumps(outcome))
     stdout, results = reproduce()

@@ -151,7 +151,8 @@ def html_page(title: str, sections: Sequence[Section], environment: Mapping[str,
 def _took(section: Section) -> str:
     assert section.outcome is not None
     kept = ", kept from an earlier run" if section.outcome.was_kept else ""
-    return f"{section.outcome.seconds:.0f} s{kept}"
+    seconds, cpu_seconds = section.outcome.seconds, section.outcome.cpu_seconds
+    return f"{seconds:.0f} s ({cpu_seconds:.0f} s of CPU time){kept}"
 
 
 def _html_table(columns: Sequence[str], rows: Any) -> str:

@@ -1,6 +1,7 @@
 """Runs an experiment in a process of its own; what has been run is not run again."""
 
 import json
+import resource
 import subprocess
 import time
 from collections.abc import Callable
@@ -20,6 +21,7 @@ class Outcome:
     command: list[str]
     commit: str | None
     seconds: float
+    cpu_seconds: float  # of all its processes: what it takes on a machine that does more
     returncode: int
     last_line: str  # of what it printed
     was_kept: bool = False  # from an earlier run
@@ -47,7 +49,7 @@ def run(
     """Run it, its output in `LOG`; `show` gets the last line from time to time."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / DONE).unlink(missing_ok=True)
-    start = time.monotonic()
+    start, cpu_start = time.monotonic(), _cpu_seconds()
     with (folder / LOG).open("w") as log:
         process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT)
         try:
@@ -62,11 +64,18 @@ def run(
         command,
         commit,
         time.monotonic() - start,
+        _cpu_seconds() - cpu_start,
         process.returncode,
         last_line(folder / LOG),
     )
     (folder / DONE).write_text(json.dumps(asdict(outcome), indent=2) + "\n")
     return outcome
+
+
+def _cpu_seconds() -> float:
+    """Of the processes that have ended, their own children included."""
+    usage = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return usage.ru_utime + usage.ru_stime
 
 
 def last_line(log: Path) -> str:
