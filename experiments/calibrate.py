@@ -36,6 +36,9 @@ _ROUNDS = flags.DEFINE_integer(
 )
 _MODEL = flags.DEFINE_string("model", "smollm2", "The model's name or path.")
 _BLOCK_SIZE = flags.DEFINE_integer("block_size", 16, "Slots (tokens) of a KV block.", lower_bound=1)
+_NUM_BLOCKS = flags.DEFINE_integer(
+    "num_blocks", None, "Blocks of the pool; default: for all sequences at their longest."
+)
 _MAX_NUM_SEQS = flags.DEFINE_integer(
     "max_num_seqs", None, "Sequences at a time; default: 16, or 8 with --quick.", lower_bound=1
 )
@@ -84,6 +87,7 @@ def main() -> None:
         CLOCKS[_CLOCK.value](),
         seed=_SEED.value,
         block_size=_BLOCK_SIZE.value,
+        num_blocks=_NUM_BLOCKS.value,
         max_num_seqs=preset(_MAX_NUM_SEQS, _QUICK.value, quick=8, full=16),
         max_num_batched_tokens=_MAX_NUM_BATCHED_TOKENS.value,
         max_model_len=_MAX_MODEL_LEN.value,

@@ -34,7 +34,6 @@ def requests(count: int) -> list[WorkloadRequest]:
 
 CASES: dict[str, dict[str, Any]] = {
     "paged": {},
-    "blocks_of_5": {"block_size": 5, "num_blocks": 40},
     "static": {"policies": {"scheduling_policy": "static"}},
     "shortest_prompt_first": {"policies": {"scheduling_policy": "shortest_prompt_first"}},
     "whole_prompts": {"policies": {"enable_chunked_prefill": False}, "max_num_batched_tokens": 128},
@@ -44,7 +43,7 @@ CASES: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("case", CASES)
 def test_the_same_batches_and_the_same_slots_in_every_iteration(tiny_model, case):
-    limits = SMALL_LIMITS | {"num_blocks": 10, "max_model_len": 128} | CASES[case]
+    limits = SMALL_LIMITS | {"num_blocks": 12, "max_model_len": 128} | CASES[case]
     del limits["max_prefill_seqs"]
     real = RealEngine(tiny_model, CpuClock(), **limits)
     workload = requests(14)
