@@ -127,6 +127,13 @@ def test_what_is_refused_is_recorded_and_the_others_go_on():
     assert (run.num_refused, run.num_unfinished) == (1, 0)
 
 
+def test_what_the_queue_has_no_room_for_is_refused():
+    system = replace(SYSTEM, max_num_waiting=2)
+    run = simulate([request(4, 2) for _ in range(3)], system, Fixed())
+    assert [r.finished for r in run.requests] == [True, True, False]
+    assert run.num_refused == 1
+
+
 def test_goodput_counts_who_met_the_objective():
     # The second waits for the first, which fills the memory.
     run = simulate([request(100, 28), request(100, 28)], SYSTEM, Fixed())
