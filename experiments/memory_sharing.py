@@ -10,7 +10,8 @@ mean lengths, outputs of exactly the length drawn, and share nothing with each o
 
     real       SmolLM2 over the beginnings of ShareGPT conversations
     likewise   the same requests without the model: scheduler and memory manager alone, random
-               samples, and beams whose next tokens are drawn as in `sharing/branching.py`
+               samples, and beams whose next tokens are drawn as in
+               `paged_jax/simulation/branching.py`
     opt_13b    the same with more requests in the memory that the paper had for OPT-13B
 
 For parallel samples the first two must agree, as lengths alone decide. For beams the difference
@@ -30,12 +31,13 @@ from absl import flags
 
 from experiments import reporting
 from experiments.serving.driver import require_fitting, serve
-from experiments.sharing.branching import VOCAB_SIZE, BranchingExecutor
+from experiments.sharing.branching import BranchingExecutor
 from experiments.sharing.presets import preset
 from experiments.sharing.savings import BeamObserver, saved_fraction
 from experiments.sharing.simulated import Scale, simulate
 from experiments.sharing.texts import with_sharegpt_text
 from paged_jax import Engine, SamplingParams
+from paged_jax.simulation.branching import VOCAB_SIZE
 from paged_jax.workloads import PUBLISHED_LENGTHS, VocabRange, WorkloadRequest, build_workload
 
 _QUICK = flags.DEFINE_bool("quick", False, "Few requests, short outputs in the real run.")

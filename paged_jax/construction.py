@@ -9,8 +9,7 @@ from paged_jax.executor.jax_executor import JaxExecutor
 from paged_jax.limits import Limits
 from paged_jax.loading import LoadedModel
 from paged_jax.loading.arrays import weight_dtype
-from paged_jax.memory.block_manager import BlockManager
-from paged_jax.memory.interface import MemoryManager
+from paged_jax.memory.policies import PAGED, make_memory
 from paged_jax.models.config import ModelConfig
 from paged_jax.models.split import Params, nest
 from paged_jax.scheduling.scheduler import Scheduler
@@ -25,10 +24,19 @@ def build(
     """An idle scheduler and an executor without parameters; names as in `paged_jax.Engine`."""
     head_size = attention.cache_head_size
     num_blocks = pool_size.num_blocks(config, limits, max_model_len, cache_head_size=head_size)
-    num_swap_blocks = pool_size.num_swap_blocks(
-        config, limits, num_blocks, cache_head_size=head_size
+    num_swap_blocks = limits.swap_space_blocks or 0
+    if limits.memory_policy == PAGED:  # others swap nothing
+        num_swap_blocks = pool_size.num_swap_blocks(
+            config, limits, num_blocks, cache_head_size=head_size
+        )
+    memory = make_memory(
+        limits.memory_policy,
+        num_blocks + 1,
+        limits.block_size,
+        max_model_len=max_model_len,
+        enable_prefix_caching=limits.enable_prefix_caching,
+        num_swap_blocks=num_swap_blocks,
     )
-    memory = memory_manager(limits, num_blocks, num_swap_blocks)
     cache = kv_cache.create(
         num_layers=config.num_layers,
         num_blocks=num_blocks + 1,
@@ -65,16 +73,6 @@ def build(
         max_model_len=max_model_len,
     )
     return scheduler, executor
-
-
-def memory_manager(limits: Limits, num_blocks: int, num_swap_blocks: int) -> MemoryManager:
-    """An empty one of ``num_blocks`` blocks, the null block not counted."""
-    return BlockManager(
-        num_blocks + 1,
-        limits.block_size,
-        enable_prefix_caching=limits.enable_prefix_caching,
-        num_swap_blocks=num_swap_blocks,
-    )
 
 
 def device_params(model: LoadedModel, dtype: str) -> Params:

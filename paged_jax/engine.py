@@ -23,6 +23,7 @@ from paged_jax.delivery import Delivery
 from paged_jax.engine_core import EngineCore, IterationStats
 from paged_jax.limits import Limits, integer
 from paged_jax.loading import LoadedModel, load_config, load_model
+from paged_jax.memory.policies import PAGED
 from paged_jax.memory.stats import SharingStats
 from paged_jax.observability.metrics import Metrics
 from paged_jax.output_stream import OutputStream
@@ -44,6 +45,9 @@ class Engine:
         `LoadedModel`.
     block_size: slots (tokens) per KV block.
     num_blocks: blocks of the pool; None: as many as are needed, or fit (`paged_jax.pool_size`).
+    memory_policy: "paged", or one that reserves contiguous blocks for whole sequences:
+        "orca_max", "orca_pow2", "orca_oracle" (`paged_jax.memory.reservations`). These keep no
+        prefixes and swap nothing.
     max_num_seqs: sequences that run at a time; None: 32 on a CPU, 256 on a GPU.
     max_num_batched_tokens: tokens per iteration; None: 256 on a CPU, 4096 on a GPU. Longer prompts
         are prefilled in chunks, beside the decodes, which count first.
@@ -87,6 +91,7 @@ class Engine:
         *,
         block_size: int = 16,
         num_blocks: int | None = None,
+        memory_policy: str = PAGED,
         max_num_seqs: int | None = None,
         max_num_batched_tokens: int | None = None,
         max_model_len: int | None = None,
@@ -115,6 +120,7 @@ class Engine:
                 "dtype": dtype,
                 "block_size": block_size,
                 "num_blocks": num_blocks,
+                "memory_policy": memory_policy,
                 "max_num_seqs": max_num_seqs,
                 "max_num_batched_tokens": max_num_batched_tokens,
                 "max_model_len": max_model_len,
@@ -131,7 +137,7 @@ class Engine:
             },
         )
         self.dtype, self.block_size = limits.dtype, limits.block_size
-        self.enable_prefix_caching = enable_prefix_caching
+        self.enable_prefix_caching = enable_prefix_caching and memory_policy == PAGED
         self.pipelined = limits.pipelined
         self.max_num_seqs = limits.max_num_seqs
         self._seeds = np.random.default_rng(integer("seed", seed, low=0))

@@ -101,7 +101,8 @@ class EngineCore:
 
     `observers` see all that happens; `on_iteration` is a function that only gets the statistics of
     every turn. If ``is_pipelined``, iterations are planned and dispatched before the tokens of the
-    one before are there, where that makes no difference; the executor has `dispatch` then.
+    one before are there, where that makes no difference; the executor has `dispatch` then. Unless
+    it `survives_faults`, what a step raises is raised by `step`, which then leaves off there.
     """
 
     def __init__(
@@ -113,12 +114,14 @@ class EngineCore:
         on_iteration: Callable[[IterationStats], None] | None = None,
         observers: Iterable[Observer] = (),
         is_pipelined: bool = False,
+        survives_faults: bool = True,
     ):
         self.scheduler = scheduler
         self.clock = clock
         self.on_iteration = on_iteration
         self.observers = list(observers)
         self.num_iterations = 0
+        self._survives_faults = survives_faults
         self._pipeline = Pipeline(scheduler, executor, clock, is_pipelined=is_pipelined)
 
     @property
@@ -199,6 +202,8 @@ class EngineCore:
             try:
                 return flight, usage, self._pipeline.run(flight)
             except BaseException as error:
+                if not self._survives_faults:
+                    raise
                 self._pipeline.clear()
                 recover(self.scheduler, self.executor)
                 self._tell(lambda observer: observer.on_recovery(self.clock()))

@@ -5,6 +5,7 @@ from numbers import Integral
 from typing import Any
 
 from paged_jax.loading.arrays import weight_dtype
+from paged_jax.memory.policies import PAGED
 from paged_jax.models.config import ModelConfig
 from paged_jax.scheduling.preemption import PreemptionMode
 
@@ -34,6 +35,7 @@ class Limits:
     max_num_batched_tokens: int
     max_model_len: int | None
     max_prefill_seqs: int
+    memory_policy: str = PAGED  # `make_memory` checks it
     # Those of the scheduler, which checks them.
     watermark: float = 0.01
     max_num_waiting: int | None = None
@@ -63,6 +65,7 @@ class Limits:
             )
         }
         as_given = (
+            "memory_policy",
             "watermark",
             "enable_prefix_caching",
             "enable_chunked_prefill",

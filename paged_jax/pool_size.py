@@ -5,6 +5,7 @@ import os
 import jax
 import jax.numpy as jnp
 
+from paged_jax.capacity import num_blocks_in, room_for_kv
 from paged_jax.kv_cache import bytes_per_block
 from paged_jax.limits import Limits
 from paged_jax.models.config import ModelConfig
@@ -34,21 +35,22 @@ def num_blocks(
     device = jax.devices()[0]
     weights = num_parameters(config) * jnp.dtype(dtype).itemsize  # yet to come
     if device.platform == "cpu":
-        memory = _host_bytes() - weights
+        memory = room_for_kv(_host_bytes(), weights)
         room = min(HOST_POOL_BYTES, memory)
     else:
         stats = device.memory_stats()
-        memory = stats["bytes_limit"] - stats["bytes_in_use"] - weights
-        room = int(stats["bytes_limit"] * GPU_MEMORY_SHARE) - stats["bytes_in_use"] - weights
+        limit, in_use = stats["bytes_limit"], stats["bytes_in_use"]
+        memory = room_for_kv(limit, weights, in_use_bytes=in_use)
+        room = room_for_kv(limit, weights, share=GPU_MEMORY_SHARE, in_use_bytes=in_use)
     if wanted is not None:
-        if wanted + 1 > memory // per_block:  # the null block takes one
+        if wanted > num_blocks_in(memory, per_block):
             raise ValueError(
                 f"num_blocks {wanted}: {wanted + 1} blocks of {per_block} bytes do not fit in the "
                 f"{memory} bytes that the device has beside the weights; at most "
-                f"{max(memory // per_block - 1, 0)} do"
+                f"{num_blocks_in(memory, per_block)} do"
             )
         return wanted
-    fitting = room // per_block - 1
+    fitting = num_blocks_in(room, per_block)
     if fitting < 1:
         raise ValueError(
             f"a block of {block_size} slots takes {per_block} bytes, {room} are left for the KV "

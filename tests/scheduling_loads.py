@@ -7,8 +7,9 @@ from types import SimpleNamespace
 import pytest
 from scheduling_fakes import FakeExecutor, make_request, make_scheduler, outputs
 
+from paged_jax.memory.block_manager import BlockManager
 from paged_jax.scheduling.batch import ScheduledBatch
-from paged_jax.scheduling.fitting import num_slots_needed
+from paged_jax.scheduling.fitting import num_blocks_needed
 from paged_jax.scheduling.policies import Policy, Priority, ShortestPromptFirst
 from paged_jax.scheduling.request import Request, Sequence, SequenceStatus
 
@@ -67,8 +68,8 @@ def random_load(rng: random.Random) -> Load:
             samples = {"n": rng.choice([1, 1, 1, 2, 3]), "min_tokens": rng.randint(0, max_tokens)}
             requests[-1] |= samples
     # From just enough for the most demanding alone, to plenty.
-    needs = [num_slots_needed(make_request("", **r), block_size) for r in requests]
-    smallest = -(-max(needs) // block_size)
+    memory = BlockManager(2, block_size)
+    smallest = max(num_blocks_needed(make_request("", **r), memory) for r in requests)
     caching = rng.random() < 0.6
     num_pinned = rng.randint(1, max_model_len - 1) if caching and rng.random() < 0.3 else 0
     max_num_seqs = max(rng.randint(1, 8), *(r.get("beam_width", 1) for r in requests), 1)

@@ -19,8 +19,8 @@ def allocate(manager: MemoryManager, seq_id: int, num_tokens: int, keep: int = 0
 def test_capacity_leaves_out_the_null_block():
     manager = BlockManager(num_blocks=9, block_size=4)
     assert manager.num_total_blocks == manager.num_free_blocks == 8
-    assert manager.can_ever_hold(32)
-    assert not manager.can_ever_hold(33)
+    assert allocate(manager, 0, 32)
+    assert not allocate(manager, 1, 1)
 
 
 def test_a_table_grows_only_at_block_borders():

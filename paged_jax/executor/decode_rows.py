@@ -66,7 +66,7 @@ class DecodeRows:
             self._set_sampling(bucket)
         # Copies that were not made, because the step failed, may since have become needless.
         if tables_changed or self._had_copies:
-            self._refresh_last_blocks()
+            self._refresh_tables()
         self._had_copies = tables_changed
         tokens = np.zeros(bucket, np.int32)
         context_lens = np.zeros(bucket, np.int32)
@@ -100,10 +100,13 @@ class DecodeRows:
             self._no_history[num_rows] = jax.device_put(np.zeros(shape, np.int32))
         return self._no_history[num_rows]
 
-    def _refresh_last_blocks(self) -> None:
+    def _refresh_tables(self) -> None:
         for row, seq in enumerate(self._seqs):
             if last := self._num_blocks[row]:
-                self.block_tables[row, last - 1] = self._memory.block_table(seq.seq_id)[last - 1]
+                blocks = self._memory.block_table(seq.seq_id)
+                if blocks[0] != self.block_tables[row, 0]:  # contiguous: it has moved as a whole
+                    self.block_tables[row, :last] = blocks[:last]
+                self.block_tables[row, last - 1] = blocks[last - 1]
 
     def _grow_table(self, row: int) -> None:
         blocks = self._memory.block_table(self._seqs[row].seq_id)

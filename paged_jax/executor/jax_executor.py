@@ -4,6 +4,7 @@ import time
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from functools import partial
+from itertools import batched
 from typing import Any
 
 import jax
@@ -117,7 +118,8 @@ class JaxExecutor:
             self._require("score", SCORE_ROWS)
         if batch.copies:
             copies = self._copy_arrays(batch.copies)
-            self._require("copy", len(copies[0]))
+            for arrays in copies:
+                self._require("copy", len(arrays[0]))
         for step, moves in (("read", batch.swap_outs), ("write", batch.swap_ins)):
             for blocks, _ in self._swap_pool.parts(moves):
                 self._require(step, len(blocks))
@@ -129,7 +131,8 @@ class JaxExecutor:
         steps: list[tuple[list[Sequence], Sampled]] = []
         last = None
         if batch.copies:
-            self.cache = copy_step(self.cache, *copies)
+            for arrays in copies:
+                self.cache = copy_step(self.cache, *arrays)
             self._memory.take_copies()
         if batch.decodes:
             self.cache, sampled = decode_step(
@@ -203,11 +206,17 @@ class JaxExecutor:
             max_blocks=self._rows.block_tables.shape[1],
         )
 
-    def _copy_arrays(self, copies: list[tuple[int, int]]) -> tuple[np.ndarray, np.ndarray]:
-        """(sources, targets), filled up with copies of the null block to itself."""
-        sources, targets = zip(*copies, strict=True)
-        bucket = bucket_of(self._copy_buckets, len(copies))
-        return padded(list(sources), bucket), padded(list(targets), bucket)
+    def _copy_arrays(self, copies: list[tuple[int, int]]) -> list[tuple[np.ndarray, np.ndarray]]:
+        """(sources, targets) of as many steps as it takes, which may be made in any order.
+
+        They are filled up with copies of the null block to itself.
+        """
+        steps = []
+        for part in batched(copies, self._copy_buckets[-1]):
+            bucket = bucket_of(self._copy_buckets, len(part))
+            sources, targets = zip(*part, strict=True)
+            steps.append((padded(sources, bucket), padded(targets, bucket)))
+        return steps
 
     def _head_arrays(
         self, chunks: list[PrefillChunk], seqs: list[Sequence]

@@ -73,9 +73,6 @@ class BlockManager:
     def num_free_swap_blocks(self) -> int:
         return self._swaps.num_free
 
-    def can_ever_hold(self, num_tokens: int) -> bool:
-        return num_tokens <= (self._pool.capacity - self.num_pinned_blocks) * self.block_size
-
     def allocate(
         self,
         seq_id: int,
@@ -83,6 +80,7 @@ class BlockManager:
         *,
         salt: Hashable = None,
         max_num_tokens: int,
+        num_sequences: int = 1,
         keep_free_blocks: int = 0,
         use_cache: bool = True,
     ) -> int | None:
@@ -113,6 +111,17 @@ class BlockManager:
             self.stats.queried_tokens += num_tokens
             self.stats.hit_tokens += num_hit_tokens
         return num_hit_tokens
+
+    def num_blocks_needed(
+        self, num_prompt_tokens: int, max_num_tokens: int, num_sequences: int = 1
+    ) -> int:
+        """They share the prompt's full blocks, and at worst no other."""
+        num_blocks = -(-max_num_tokens // self.block_size)
+        num_shared = min(num_prompt_tokens // self.block_size, num_blocks)
+        return num_shared + num_sequences * (num_blocks - num_shared)
+
+    def num_forks_left(self, seq_id: int, num_pending: int = 0) -> int:
+        return self.num_free_blocks - num_pending
 
     def append(self, seq_id: int, num_tokens: int) -> bool:
         table = self._tables[seq_id]

@@ -58,8 +58,14 @@ class MemoryManager(Protocol):
     def stats(self) -> SharingStats:
         """The live counts, not a copy."""
 
-    def can_ever_hold(self, num_tokens: int) -> bool:
-        """Whether one sequence of `num_tokens` slots fits when it is alone, pinned blocks apart."""
+    def num_blocks_needed(
+        self, num_prompt_tokens: int, max_num_tokens: int, num_sequences: int = 1
+    ) -> int:
+        """The most blocks that sequences of one prompt can come to hold while they run together.
+
+        Each has at most `max_num_tokens` slots. If that is more than there are, pinned ones apart,
+        they will never fit.
+        """
 
     def allocate(
         self,
@@ -68,6 +74,7 @@ class MemoryManager(Protocol):
         *,
         salt: Hashable = None,
         max_num_tokens: int,
+        num_sequences: int = 1,
         keep_free_blocks: int = 0,
         use_cache: bool = True,
     ) -> int | None:
@@ -78,8 +85,15 @@ class MemoryManager(Protocol):
         under an equal salt is found, and nothing if not `use_cache`.
 
         None, and nothing changes, unless the rest fits and leaves `keep_free_blocks` blocks free.
-        `max_num_tokens` is the most slots the sequence can come to need; contiguous managers
-        reserve by it.
+        `max_num_tokens` is the most slots the sequence can come to need, `num_sequences` how many
+        there will be, itself included, by the time that it is first appended to. Contiguous
+        managers reserve by them, so that no sequence has to grow, and keep no blocks free for that.
+        """
+
+    def num_forks_left(self, seq_id: int, num_pending: int = 0) -> int:
+        """How many sequences can branch off now and still get blocks of their own to write.
+
+        `num_pending`: those about to branch off other sequences.
         """
 
     def append(self, seq_id: int, num_tokens: int) -> bool:
@@ -195,7 +209,8 @@ class MemoryManager(Protocol):
         This is the live list, not a copy: callers only read it. Until the sequence is freed it
         grows at its end, and `append` may replace the block of the slot that it makes writable. As
         long as the copy to it is pending, the block copied from takes its place again if all others
-        let go of it. Every other entry stays as it is.
+        let go of it. Every other entry stays as it is, unless memory is contiguous: then all are
+        replaced together.
         """
 
     def usage(self, num_computed_tokens: Mapping[int, int]) -> MemoryUsage:

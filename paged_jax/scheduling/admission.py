@@ -2,6 +2,7 @@
 
 from paged_jax.memory.interface import MemoryManager
 from paged_jax.scheduling.chunking import PrefillPlan
+from paged_jax.scheduling.forks import num_branches
 from paged_jax.scheduling.policies import Policy
 from paged_jax.scheduling.preemption import Preemption
 from paged_jax.scheduling.queues import Queues
@@ -96,6 +97,7 @@ class Admission:
                 seq.token_ids,
                 salt=request.salt,
                 max_num_tokens=seq.max_num_slots,
+                num_sequences=min(num_branches(seq), self._max_num_seqs - num_taken),
                 keep_free_blocks=self._keep_free_blocks(request),
                 use_cache=not request.lacks_prompt_logprobs,
             )

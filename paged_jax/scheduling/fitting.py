@@ -42,8 +42,8 @@ def check_fits(
             f"{name}: beam_width {params.beam_width} is more than max_num_seqs {max_num_seqs}, and "
             "beams run together"
         )
-    num_blocks = _num_blocks_needed(request, memory)
-    if not memory.can_ever_hold(num_blocks * memory.block_size):
+    num_blocks = num_blocks_needed(request, memory)
+    if num_blocks > memory.num_total_blocks - memory.num_pinned_blocks:
         beams = f" in {params.beam_width} beams" if params.beam_width else ""
         raise ValueError(
             f"{name}: a prompt of {num_prompt} tokens and max_tokens {max_tokens}{beams} can need "
@@ -53,35 +53,27 @@ def check_fits(
         )
 
 
-def num_slots_needed(request: Request, block_size: int) -> int:
-    """The most slots, in whole blocks, that the request needs to make progress.
+def num_blocks_needed(request: Request, memory: MemoryManager) -> int:
+    """The most blocks that the request needs, those apart that a pinned prefix keeps for it.
 
-    Sequences of a sample run on their own, each in its turn if need be. Beams run together; they
-    share the prompt's full blocks, and at worst no other.
+    Sequences of a sample run on their own, each in its turn if need be. Beams run together.
     """
-    num_slots = request.sequences[0].max_num_slots
-    beam_width = request.params.beam_width
-    if not beam_width:
-        return num_slots
-    num_blocks = -(-num_slots // block_size)
-    num_shared = min(len(request.prompt_token_ids) // block_size, num_blocks)
-    return (num_shared + beam_width * (num_blocks - num_shared)) * block_size
-
-
-def _num_blocks_needed(request: Request, memory: MemoryManager) -> int:
-    """The most blocks that the request needs, those apart that a pinned prefix keeps for it."""
-    size = memory.block_size
     num_found = 0
     if not request.lacks_prompt_logprobs:
         num_found = memory.num_pinned_tokens(request.prompt_token_ids, request.params.cache_salt)
-    return -(-num_slots_needed(request, size) // size) - num_found // size
+    needed = memory.num_blocks_needed(
+        len(request.prompt_token_ids),
+        request.sequences[0].max_num_slots,
+        request.params.beam_width or 1,
+    )
+    return needed - num_found // memory.block_size
 
 
 def pin(
     memory: MemoryManager, requests: Iterable[Request], token_ids: Sequence[int], salt: str | None
 ) -> int:
     """Pin a prefix; ValueError, and nothing changes, if then one of the requests cannot finish."""
-    most = max((_num_blocks_needed(request, memory) for request in requests), default=0)
+    most = max((num_blocks_needed(request, memory) for request in requests), default=0)
     num_tokens = memory.pin(token_ids, salt, leave_blocks=most)
     if num_tokens is None:
         raise ValueError(

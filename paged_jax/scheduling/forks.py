@@ -9,17 +9,26 @@ from paged_jax.scheduling.request import Sequence, SequenceStatus
 def add_forks(prefills: list[PrefillChunk], memory: MemoryManager, num_places: int) -> None:
     """Let siblings start with a prompt that is completed, each with a block to diverge in.
 
-    At most `num_places` of them; those for which there is no room wait and find its blocks in the
-    cache.
+    At most `num_places` of them; those for which there is no room wait, and find its blocks in the
+    cache if there is one.
     """
-    room = min(num_places, memory.num_free_blocks)
+    num_forks = 0
     for chunk in prefills:
         sequences = chunk.seq.request.sequences
         if len(sequences) > 1 and chunk.completes and chunk.seq.is_fresh:
             waiting = SequenceStatus.WAITING
             siblings = [seq for seq in sequences if seq.status is waiting and seq.is_fresh]
-            chunk.forks = siblings[:room]
-            room -= len(chunk.forks)
+            memory_room = memory.num_forks_left(chunk.seq.seq_id, num_forks)
+            chunk.forks = siblings[: min(num_places - num_forks, memory_room)]
+            num_forks += len(chunk.forks)
+
+
+def num_branches(seq: Sequence) -> int:
+    """How many sequences a waiting one will be once its prompt is computed, if all have places."""
+    if seq.is_beam or not seq.is_fresh:
+        return seq.num_places
+    waiting = SequenceStatus.WAITING
+    return sum(other.status is waiting and other.is_fresh for other in seq.request.sequences)
 
 
 def start_forks(chunk: PrefillChunk, memory: MemoryManager, queues: Queues) -> list[Sequence]:

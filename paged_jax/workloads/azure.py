@@ -1,6 +1,5 @@
 """The Azure LLM inference traces: CSV with TIMESTAMP, ContextTokens, GeneratedTokens."""
 
-import csv
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from datetime import datetime
@@ -8,7 +7,8 @@ from pathlib import Path
 
 import numpy as np
 
-from paged_jax.workloads.files import line_error, read_lines, token_count
+from paged_jax.workloads.csv_trace import read_columns
+from paged_jax.workloads.files import line_error, token_count
 from paged_jax.workloads.request import WorkloadRequest
 from paged_jax.workloads.synthetic import VocabRange, random_token_ids
 
@@ -24,22 +24,10 @@ class AzureRow:
 
 def read_azure(path: str | Path) -> list[AzureRow]:
     """All rows of the trace. ValueError names the first line that does not parse."""
-    lines = read_lines(path)
-    _, header = next(lines, (1, ""))
-    names = [name.strip() for name in header.split(",")]
-    if missing := [name for name in COLUMNS if name not in names]:
-        raise line_error(path, 1, f"no column {', '.join(missing)} in the header {header!r}")
-    columns = [names.index(name) for name in COLUMNS]
     rows: list[AzureRow] = []
     first: datetime | None = None
-    for number, line in lines:
-        if not line.strip():
-            continue
+    for number, (stamp, context, generated) in read_columns(path, COLUMNS):
         try:
-            fields = next(csv.reader([line], strict=True))
-            if len(fields) != len(names):
-                raise ValueError(f"{len(names)} fields expected, got {len(fields)} in {line!r}")
-            stamp, context, generated = (fields[column] for column in columns)
             time = datetime.fromisoformat(stamp.strip())
             first = first or time
             row = AzureRow(
@@ -50,7 +38,7 @@ def read_azure(path: str | Path) -> list[AzureRow]:
             if rows and row.arrival_s < rows[-1].arrival_s:
                 raise ValueError(f"TIMESTAMP {stamp} lies before the line above it")
         # TypeError: a timestamp with a time zone minus one without.
-        except (ValueError, TypeError, csv.Error) as error:
+        except (ValueError, TypeError) as error:
             raise line_error(path, number, str(error)) from None
         rows.append(row)
     if not rows:

@@ -5,9 +5,16 @@ from dataclasses import replace
 from pathlib import Path
 from typing import get_args
 
-from paged_jax.workloads.arrivals import arrive_as_traced, arrive_at_once, arrive_poisson
+from paged_jax.workloads.arrivals import (
+    arrive_as_traced,
+    arrive_at_once,
+    arrive_gamma,
+    arrive_poisson,
+    speedup_to,
+)
 from paged_jax.workloads.azure import azure_requests, read_azure
-from paged_jax.workloads.lengths import PUBLISHED_LENGTHS, Lengths, length_requests
+from paged_jax.workloads.burstgpt import burstgpt_requests, read_burstgpt
+from paged_jax.workloads.lengths import NAMED_LENGTHS, Lengths, length_requests
 from paged_jax.workloads.limits import LimitReport, Overflow, limit_lengths
 from paged_jax.workloads.mooncake import mooncake_requests, read_mooncake
 from paged_jax.workloads.prompts import prompt_requests, read_prompts
@@ -15,9 +22,9 @@ from paged_jax.workloads.request import WorkloadRequest
 from paged_jax.workloads.sharegpt import find_packaged_sharegpt, read_sharegpt, sharegpt_requests
 from paged_jax.workloads.synthetic import VocabRange
 
-KINDS = ("sharegpt", "azure", "mooncake", "lengths", "prompts")
-ARRIVALS = ("all_at_once", "poisson", "trace")
-TIMED_KINDS = ("azure", "mooncake")  # whose traces hold arrival times
+KINDS = ("sharegpt", "azure", "mooncake", "burstgpt", "lengths", "prompts")
+ARRIVALS = ("all_at_once", "poisson", "gamma", "trace")
+TIMED_KINDS = ("azure", "mooncake", "burstgpt")  # whose traces hold arrival times
 
 Encode = Callable[[str], Sequence[int]]
 
@@ -38,29 +45,40 @@ def build_workload(
     overflow: Overflow = "drop",
     arrivals: str = "all_at_once",
     rate: float | None = None,
+    cv: float | None = None,
     speedup: float = 1.0,
     seed: int = 0,
 ) -> tuple[list[WorkloadRequest], list[str]]:
     """The requests of a workload by order of arrival, and notes for the human who asked.
 
-    kind: sharegpt (`trace`, or the installed package), azure and mooncake (`trace`), lengths
-        (`lengths`, a name of PUBLISHED_LENGTHS or its own), prompts (`prompts`, or one a line in
-        `trace`).
+    kind: sharegpt (`trace`, or the installed package), azure, mooncake and burstgpt (`trace`),
+        lengths (`lengths`, a name of NAMED_LENGTHS or its own), prompts (`prompts`, or one a
+        line in `trace`).
     encode: text to token ids, for sharegpt and prompts; `encode_prompt` is the same with what the
         model wants around a prompt (a chat template), `encode` where it is not given.
-    vocab: the ids of synthetic prompts, for azure, mooncake and lengths.
+    vocab: the ids of synthetic prompts, for azure, mooncake, burstgpt and lengths.
     num_requests: how many; None takes all there are (lengths has no all).
     max_tokens: caps every output; for prompts, which have no output lengths, it is the length.
     ignore_eos: None means outputs of exactly the given length, except for prompts.
     overflow: drop or clip a request whose prompt and output exceed `max_model_len`.
-    arrivals: all_at_once, poisson (at `rate` requests/s) or trace (`speedup` times as fast).
+    arrivals: all_at_once; poisson (at `rate` requests/s); gamma (likewise, `cv` the coefficient of
+        variation of the gaps); or trace (`speedup` times as fast, or scaled to `rate`).
     Raises ValueError, in one line, on whatever cannot be.
     """
     _require_choice("workload", kind, KINDS)
     _require_choice("arrivals", arrivals, ARRIVALS)
     _require_choice("overflow", overflow, get_args(Overflow))
-    if (rate is not None) != (arrivals == "poisson"):
-        raise ValueError(f"a rate goes with poisson arrivals, got {rate=} and {arrivals=}")
+    if arrivals in ("poisson", "gamma"):
+        is_misplaced = rate is None
+    else:
+        is_misplaced = rate is not None and (arrivals != "trace" or speedup != 1)
+    if is_misplaced:
+        raise ValueError(
+            "a rate goes with poisson arrivals, gamma and, in place of a speed-up, trace arrivals; "
+            f"got {rate=}, {arrivals=} and {speedup=}"
+        )
+    if (cv is not None) != (arrivals == "gamma"):
+        raise ValueError(f"a cv goes with gamma arrivals, got {cv=} and {arrivals=}")
     if speedup != 1 and arrivals != "trace":
         raise ValueError(f"a speed-up goes with trace arrivals, got {speedup=} and {arrivals=}")
     if arrivals == "trace" and kind not in TIMED_KINDS:
@@ -100,10 +118,15 @@ def build_workload(
             blocks = read_mooncake(_require(path, kind, "trace"))
             vocab = _require(vocab, kind, "vocab")
             drawn = mooncake_requests(blocks, vocab=vocab, seed=seed, ignore_eos=fixed_lengths)
+        case "burstgpt":
+            answered, num_failed = read_burstgpt(_require(path, kind, "trace"))
+            notes += [f"burstgpt: skipped {num_failed} failed requests"] if num_failed else []
+            vocab = _require(vocab, kind, "vocab")
+            drawn = burstgpt_requests(answered, vocab=vocab, seed=seed, ignore_eos=fixed_lengths)
         case "lengths":
             if isinstance(lengths, str):
-                _require_choice("lengths", lengths, tuple(PUBLISHED_LENGTHS))
-                lengths = PUBLISHED_LENGTHS[lengths]
+                _require_choice("lengths", lengths, tuple(NAMED_LENGTHS))
+                lengths = NAMED_LENGTHS[lengths]
             drawn = length_requests(
                 lengths,
                 _require(num_requests, kind, "num_requests"),
@@ -139,7 +162,18 @@ def build_workload(
     match arrivals:
         case "poisson":
             return arrive_poisson(requests, rate=_require(rate, kind, "rate"), seed=seed), notes
+        case "gamma":
+            return (
+                arrive_gamma(
+                    requests,
+                    rate=_require(rate, kind, "rate"),
+                    cv=_require(cv, kind, "cv"),
+                    seed=seed,
+                ),
+                notes,
+            )
         case "trace":
+            speedup = speedup if rate is None else speedup_to(requests, rate)
             return arrive_as_traced(requests, speedup=speedup), notes
         case _:
             return arrive_at_once(requests), notes

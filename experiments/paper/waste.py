@@ -1,0 +1,59 @@
+"""Where a pool's KV slots go over a run, in the categories of the paper's Figure 2."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from paged_jax.engine_core import IterationStats
+
+CATEGORIES = ("token_states", "reserved", "internal", "external", "free")
+
+
+@dataclass(frozen=True)
+class Waste:
+    """Averages over the time in which requests waited, shares in percent of the pool.
+
+    Only then is it memory that limits how many run, and what is free of no use. Figure 2 has no
+    category of free slots: contiguous systems have none then, they are all in holes too small.
+    """
+
+    token_states: float
+    reserved: float
+    internal: float
+    external: float
+    free: float
+    batch_size: float
+    tokens_to_come: float  # and there already, of a running sequence: how long it will be
+    waited_percent: float  # of the time of the iterations
+
+    @property
+    def used_as_tokens(self) -> float:
+        """Token states in percent of the slots that are not free."""
+        return 100 * self.token_states / (100 - self.free)
+
+
+def waste_of(iterations: Sequence[IterationStats]) -> Waste:
+    """ValueError if no request ever waited."""
+    waited = [stats for stats in iterations if stats.num_waiting]
+    seconds = [stats.wall_s for stats in waited]
+    if not sum(seconds):
+        raise ValueError(
+            "no request ever waited for memory, so nothing is known of its waste under load; "
+            "raise the rate or the number of requests"
+        )
+
+    def mean(values: Sequence[float]) -> float:
+        return float(np.average(values, weights=seconds))
+
+    shares = {
+        name: 100 * mean([stats.usage.shares()[name] for stats in waited]) for name in CATEGORIES
+    }
+    batch_size = mean([stats.num_decodes + stats.num_prefill_seqs for stats in waited])
+    kept = mean([stats.usage.token_states + stats.usage.reserved for stats in waited])
+    return Waste(
+        **shares,
+        batch_size=batch_size,
+        tokens_to_come=kept / batch_size,
+        waited_percent=100 * sum(seconds) / sum(stats.wall_s for stats in iterations),
+    )

@@ -1,0 +1,100 @@
+"""What runs, in which order, and with which flags. Results first that decide most claims."""
+
+import importlib.util
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Step:
+    """One experiment. `quick` and `full` are its flags; `plots` are files of its folder."""
+
+    name: str  # of the module in `experiments`, and of the folder of its results
+    title: str
+    quick: tuple[str, ...]
+    full: tuple[str, ...]
+    plots: tuple[str, ...]
+
+    def command(self, is_quick: bool, out_dir: str, more: Sequence[str] = ()) -> list[str]:
+        arguments = self.quick if is_quick else self.full
+        module = f"experiments.{self.name}"
+        return [sys.executable, "-m", module, *arguments, *more, f"--out_dir={out_dir}"]
+
+    @property
+    def is_there(self) -> bool:
+        return importlib.util.find_spec(f"experiments.{self.name}") is not None
+
+
+QUICK = ("--quick",)
+# Steps compiled for few sequences: less to wait for where nothing is compiled yet.
+SMALL_REAL = ("--quick", "--max_num_seqs=8", "--max_num_batched_tokens=64")
+
+STEPS = (
+    Step(
+        "capacity", "What fits in a GPU (table 1, Figure 1)",
+        ("--quick", "--duration_s=60"), (), ("capacity.png",),
+    ),
+    Step("memory_waste", "Where the KV memory goes (Figure 2)", QUICK, (), ("memory_waste.png",)),
+    Step("throughput", "Request rates sustained (Figure 12)", QUICK, (), ("throughput.png",)),
+    Step(
+        "batched_requests", "Batch sizes (Figure 13)", QUICK, (), ("batched_requests.png",),
+    ),
+    Step(
+        "parallel_and_beam", "Parallel sampling and beam search (Figure 14)",
+        QUICK, (), ("parallel_and_beam.png",),
+    ),
+    Step(
+        "memory_sharing", "Memory saved by sharing (Figure 15)",
+        ("--quick", "--runs=simulated", "--widths=2,6", "--num_requests=150"),
+        (), ("memory_sharing.png",),
+    ),
+    Step(
+        "shared_prefix", "A shared prefix (Figure 16)",
+        (*SMALL_REAL, "--num_requests=8", "--rounds=1", "--output_tokens=8",
+         "--prefill_rounds=3"), (), ("shared_prefix.png",),
+    ),
+    Step(
+        "chatbot", "A chatbot (Figure 17)",
+        ("--quick", "--num_conversations=2", "--rounds=1", "--max_turns=3"),
+        (), ("chatbot.png",),
+    ),
+    Step("kernel_latency", "The attention kernel (Figure 18a)",
+         ("--context=64,256", "--block_size=16"), (), ("latency.png",)),
+    Step(
+        "decode_step", "A whole decode step, paged and contiguous",
+        ("--batch=8,32", "--context=64", "--rounds=5"), (), ("ratio.png",),
+    ),
+    Step(
+        "block_size", "Block sizes, end to end (Figure 18b)",
+        ("--quick", "--block_size=1,8,16,32,128,256", "--duration_s=40"),
+        (), ("block_size.png",),
+    ),
+    Step("preemption", "Recompute or swap (Figure 19)", QUICK, (), ("preemption.png",)),
+    Step("tail_latency", "Tail latency under load", QUICK, (), ("tail_latency.png",)),
+    Step(
+        "length_shapes", "Uniform lengths hide what log-normal ones show",
+        QUICK, (), ("length_shapes.png",),
+    ),
+    Step(
+        "validate_simulator", "The simulator beside the real engine",
+        QUICK, (), ("validate_simulator.png",),
+    ),
+)  # fmt: skip
+
+# Needs a trace of the user's.
+HIT_RATE = Step(
+    "prefix_hit_rate", "Prefix hits of a Mooncake trace", (), (), ("prefix_hit_rate.png",)
+)
+
+
+def chosen_steps(names: Sequence[str], mooncake: str | None) -> list[tuple[Step, tuple[str, ...]]]:
+    """(step, further flags) in order; all for no names. ValueError names those there are."""
+    steps = [(step, ()) for step in STEPS]
+    plan: list[tuple[Step, tuple[str, ...]]] = [*steps]
+    if mooncake is not None:
+        plan.append((HIT_RATE, (f"--trace={mooncake}",)))
+    known = [step.name for step, _ in plan]
+    if unknown := [name for name in names if name not in known]:
+        raise ValueError(f"no experiment {', '.join(unknown)}; there are {', '.join(known)}")
+    return [(step, more) for step, more in plan if not names or step.name in names]

@@ -1,0 +1,1 @@
+"""Parts of the experiments that put the simulator beside the real engine."""

@@ -1,0 +1,194 @@
+"""A real engine, what it takes for a workload, and the system that simulates it."""
+
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from types import MappingProxyType
+from typing import Any
+
+from tqdm import tqdm
+
+from experiments.serving.driver import require_fitting
+from experiments.simulation.clocks import RunClock
+from paged_jax import Engine, RequestOutput, SamplingParams
+from paged_jax.engine_core import IterationStats
+from paged_jax.executor.buckets import prefill_buckets
+from paged_jax.executor.interface import Executor, StepResult
+from paged_jax.scheduling.batch import ScheduledBatch
+from paged_jax.scheduling.scheduler import Scheduler
+from paged_jax.simulation.calibrated import Measured, StepBuckets
+from paged_jax.simulation.results import SimulatedRequest, SimulatedRun
+from paged_jax.simulation.step_work import StepWork
+from paged_jax.simulation.system import SystemConfig
+from paged_jax.workloads import WorkloadRequest
+
+GREEDY = SamplingParams(temperature=0.0)
+MAX_PREFILL_SEQS = 16
+WATERMARK = 0.01
+
+
+class WorkRecorder(Executor):
+    """An executor that notes what each iteration has to do."""
+
+    def __init__(self, executor: Executor, block_size: int):
+        self._executor = executor
+        self._block_size = block_size
+        self._work: list[StepWork] = []
+
+    def execute(self, batch: ScheduledBatch) -> StepResult:
+        self._work.append(StepWork.of(batch, self._block_size))
+        return self._executor.execute(batch)
+
+    def take(self) -> list[StepWork]:
+        """Since the last call."""
+        work, self._work = self._work, []
+        return work
+
+
+class RealEngine:
+    """An engine whose runs are measured by `clock`.
+
+    `policies` are what `Engine` and `SystemConfig` both have, `limits` are `Engine`'s. Prefix
+    caching is off: requests share nothing.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        clock: RunClock,
+        *,
+        max_num_seqs: int,
+        policies: Mapping[str, Any] = MappingProxyType({}),
+        **limits: Any,
+    ):
+        self._policies: dict[str, Any] = {
+            "max_prefill_seqs": min(MAX_PREFILL_SEQS, max_num_seqs),
+            "watermark": WATERMARK,
+            "enable_prefix_caching": False,
+            "preemption_mode": "recompute",
+            **policies,
+        }
+        self.engine = Engine(
+            model, max_num_seqs=max_num_seqs, pipelined=False, **self._policies, **limits
+        )
+        self._clock = self.engine.core.clock = clock
+        self._recorder = WorkRecorder(self.engine.executor, self.engine.block_size)
+        self.engine.core.executor = self._recorder
+
+    @property
+    def buckets(self) -> StepBuckets:
+        """The sizes of the steps that the executor has compiled."""
+        sizes: dict[str, list[int]] = {"decode": [], "prefill": [], "head": []}
+        for name in self.engine.executor.lowerings():
+            step, size = name.split()
+            if step in sizes:
+                sizes[step].append(int(size))
+        return StepBuckets(**{step: tuple(sorted(found)) for step, found in sizes.items()})
+
+    @property
+    def system(self) -> SystemConfig:
+        """What simulates this engine."""
+        engine = self.engine
+        return SystemConfig(
+            num_slots=engine.num_blocks * engine.block_size,
+            block_size=engine.block_size,
+            max_num_seqs=engine.max_num_seqs,
+            max_num_batched_tokens=engine.max_num_batched_tokens,
+            max_model_len=engine.max_model_len,
+            prefill_sizes=tuple(prefill_buckets(engine.max_num_batched_tokens)),
+            **self._policies,
+        )
+
+    def serve(
+        self, requests: Sequence[WorkloadRequest], description: str | None = None
+    ) -> tuple[SimulatedRun, list[Measured]]:
+        """Add each request when it arrives and step until all have ended, as `simulate` does.
+
+        With a `description` a progress bar shows it. Returns the run, its times from its start,
+        and each iteration's work and seconds, the driver's included. ValueError if a request can
+        never be held.
+        """
+        require_fitting(self.engine, requests)
+        engine, clock = self.engine, self._clock
+        iterations: list[IterationStats] = []
+        engine.core.on_iteration = iterations.append
+        scheduler = engine.core.scheduler
+        before = _counts(scheduler)
+        upcoming = deque(enumerate(requests))
+        outputs: dict[str, RequestOutput] = {}
+        times: list[tuple[float, float]] = []  # of each iteration: start, seconds
+        self._recorder.take()
+        start = clock()
+        bar: tqdm[Any] = tqdm(
+            total=len(requests),
+            desc=description,
+            unit="request",
+            leave=False,
+            disable=description is None,
+        )
+        with bar:
+            while upcoming or engine.has_work:
+                begin = clock()
+                while upcoming and start + upcoming[0][1].arrival_s <= begin:
+                    self._add(*upcoming.popleft(), start)
+                if engine.has_work:
+                    ended = engine.step()
+                    outputs |= {output.request_id: output for output in ended}
+                    bar.update(len(ended))
+                    times.append((begin - start, clock() - begin))
+                else:
+                    clock.idle_until(start + upcoming[0][1].arrival_s)
+        run = SimulatedRun(
+            requests=[
+                _outcome(request, outputs[str(number)], start)
+                for number, request in enumerate(requests)
+            ],
+            iterations=[
+                replace(stats, start_s=start_s, wall_s=seconds)
+                for stats, (start_s, seconds) in zip(iterations, times, strict=True)
+            ],
+            duration_s=clock() - start,
+            sharing=engine.sharing_stats,
+            **{name: count - before[name] for name, count in _counts(scheduler).items()},
+        )
+        seconds = [each for _, each in times]
+        return run, list(zip(self._recorder.take(), seconds, strict=True))
+
+    def _add(self, number: int, request: WorkloadRequest, start_s: float) -> None:
+        params = replace(GREEDY, max_tokens=request.max_tokens, ignore_eos=True)
+        self.engine.add_request(
+            str(number),
+            request.prompt_token_ids,
+            params,
+            arrival_time=start_s + request.arrival_s,
+        )
+
+    def close(self) -> None:
+        self.engine.close()
+
+
+def _counts(scheduler: Scheduler) -> dict[str, int]:
+    """Since the engine was made, by the names of `SimulatedRun`."""
+    return {
+        "num_preemptions": scheduler.num_preemptions,
+        "num_preemptions_by_swap": scheduler.num_preemptions_by_swap,
+        "num_recomputed_tokens": scheduler.num_recomputed_tokens,
+        "num_swapped_blocks": scheduler.num_swapped_out_blocks + scheduler.num_swapped_in_blocks,
+    }
+
+
+def _outcome(request: WorkloadRequest, output: RequestOutput, start_s: float) -> SimulatedRequest:
+    metrics = output.metrics
+    assert metrics.first_token_s is not None
+    assert metrics.last_token_s is not None
+    return SimulatedRequest(
+        arrival_s=request.arrival_s,
+        num_prompt_tokens=request.num_prompt_tokens,
+        max_tokens=request.max_tokens,
+        first_token_s=metrics.first_token_s - start_s,
+        last_token_s=metrics.last_token_s - start_s,
+        num_output_tokens=len(output.outputs[0].token_ids),
+        num_sequences=len(output.outputs),
+        num_cached_tokens=output.num_cached_tokens,
+        num_preemptions=metrics.num_preemptions,
+    )

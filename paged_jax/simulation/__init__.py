@@ -1,0 +1,1 @@
+"""The same loop, scheduler and memory managers on a virtual clock: no device, no jax."""

@@ -1,0 +1,153 @@
+"""A cost model fitted to measured iterations of a real executor.
+
+An executor with static shapes takes as long for a bucket of rows or tokens whatever fills it, so
+each bucket has a time of its own; on top come what depends on contents, in proportion. An
+iteration's time is the sum of
+
+    decode N                   a decode step of N rows, and the host's work for them
+    decode context             for each KV slot that decodes attend to
+    prefill N                  a prefill step of N tokens, likewise
+    prefill pairs              for each (query, key) pair of its attention
+    head N                     sampling after the prompts that it completes, in N rows
+    copied blocks              for each block copied
+    swapped blocks             for each block moved to host memory or back
+
+by a least-squares fit in which no term is negative, so that no iteration is predicted to take less
+than no time.
+"""
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Self
+
+import numpy as np
+from numpy.typing import NDArray
+from scipy.optimize import nnls
+
+from paged_jax.executor.buckets import bucket_of
+from paged_jax.simulation.step_work import StepWork
+
+Measured = tuple[StepWork, float]  # an iteration's work, and the seconds that it took
+
+# A step that was held up is outvoted: beyond so much off, relative to the prediction, a measurement
+# counts by its distance, not by the square of it (Huber).
+_OUTLIER = 0.1
+_NUM_ROUNDS = 20
+
+
+@dataclass(frozen=True)
+class StepBuckets:
+    """The static sizes that an executor fills its steps up to, ascending."""
+
+    decode: tuple[int, ...]  # rows
+    prefill: tuple[int, ...]  # tokens
+    head: tuple[int, ...]  # rows
+
+    def features(self, work: StepWork) -> dict[str, float]:
+        """What an iteration's time is made of: the terms of this module's docstring."""
+        found: dict[str, float] = {}
+        if work.num_decodes:
+            found[f"decode {_bucket('decode', self.decode, work.num_decodes)}"] = 1.0
+            found["decode context"] = work.decode_context
+        if work.prefills:
+            found[f"prefill {_bucket('prefill', self.prefill, work.num_prefill_tokens)}"] = 1.0
+            found["prefill pairs"] = work.prefill_pairs
+        if work.num_first_samples:
+            found[f"head {_bucket('head', self.head, work.num_first_samples)}"] = 1.0
+        if work.num_copied_blocks:
+            found["copied blocks"] = work.num_copied_blocks
+        if work.num_swapped_blocks:
+            found["swapped blocks"] = work.num_swapped_blocks
+        return found
+
+
+def _bucket(step: str, buckets: Sequence[int], size: int) -> int:
+    if size > buckets[-1]:
+        raise ValueError(f"a {step} step of {size}: the executor's largest is {buckets[-1]}")
+    return bucket_of(buckets, size)
+
+
+@dataclass(frozen=True)
+class Residuals:
+    """How far predictions are off, relative to what was measured; over the iterations fitted."""
+
+    num_iterations: int
+    mean_relative: float  # signed: above 0 where more was predicted than measured
+    median_absolute: float
+    p90_absolute: float
+    total_relative: float  # of the sum of all iterations
+
+
+@dataclass(frozen=True)
+class CalibratedCost:
+    """Seconds by feature; a feature that was never measured cannot be predicted."""
+
+    buckets: StepBuckets
+    seconds: Mapping[str, float]
+
+    def step_s(self, work: StepWork) -> float:
+        """ValueError for what the calibration has not seen."""
+        features = self.buckets.features(work)
+        if unknown := features.keys() - self.seconds.keys():
+            raise ValueError(
+                f"{', '.join(sorted(unknown))}: no such step was measured; calibrate with "
+                "workloads that have some"
+            )
+        return sum(self.seconds[name] * value for name, value in features.items())
+
+    def swap_s(self, num_blocks: int, block_size: int) -> float:
+        """KeyError if no swap was measured."""
+        return num_blocks * self.seconds["swapped blocks"]
+
+    @classmethod
+    def fit(cls, measured: Sequence[Measured], buckets: StepBuckets) -> Self:
+        """Least squares of the relative error; ValueError where nothing was measured."""
+        if not measured:
+            raise ValueError("no iterations were measured, so there is nothing to fit")
+        rows = [buckets.features(work) for work, _ in measured]
+        names = sorted(set().union(*rows))
+        matrix = np.array([[row.get(name, 0.0) for name in names] for row in rows])
+        times = np.array([seconds for _, seconds in measured])
+        if not (times > 0).all():
+            raise ValueError(f"an iteration of {times.min()} s was measured; all must take time")
+        relative = matrix / times[:, None]
+        scale = relative.max(axis=0)  # so that slots and steps are of one size
+        relative /= scale
+        weights = np.ones(len(times))
+        solution: NDArray[np.float64] = np.zeros(len(names))
+        for _ in range(_NUM_ROUNDS):
+            solution, _ = nnls(relative * weights[:, None], weights)
+            error = np.abs(relative @ solution - 1)
+            weights = np.sqrt(np.minimum(1, _OUTLIER / np.maximum(error, 1e-12)))
+        return cls(buckets, dict(zip(names, (solution / scale).tolist(), strict=True)))
+
+    def residuals(self, measured: Sequence[Measured]) -> Residuals:
+        times = np.array([seconds for _, seconds in measured])
+        predicted = np.array([self.step_s(work) for work, _ in measured])
+        relative = predicted / times - 1
+        return Residuals(
+            num_iterations=len(times),
+            mean_relative=float(relative.mean()),
+            median_absolute=float(np.median(np.abs(relative))),
+            p90_absolute=float(np.percentile(np.abs(relative), 90)),
+            total_relative=float(predicted.sum() / times.sum() - 1),
+        )
+
+    def save(self, path: str | Path, **facts: Any) -> None:
+        """Write it as JSON, with facts on what was measured."""
+        content = {"buckets": asdict(self.buckets), "seconds": dict(self.seconds), **facts}
+        Path(path).write_text(json.dumps(content, indent=2, allow_nan=False) + "\n")
+
+    @classmethod
+    def load(cls, path: str | Path) -> Self:
+        """What `save` wrote; ValueError if the file holds something else."""
+        try:
+            content = json.loads(Path(path).read_text())
+            buckets = {name: tuple(sizes) for name, sizes in content["buckets"].items()}
+            return cls(StepBuckets(**buckets), dict(content["seconds"]))
+        except OSError as error:
+            raise ValueError(f"cannot read the calibration {path}: {error.strerror}") from None
+        except (AttributeError, KeyError, TypeError, json.JSONDecodeError) as error:
+            raise ValueError(f"{path} is no calibration: {error!r}") from None
