@@ -13,8 +13,9 @@ serve the same arrivals, on the same model and with the same memory:
     admission           likewise; chunks are held back to keep the time between two tokens within
                         the objective, and who would wait too long for the first one is refused
 
-A whole prompt holds up everybody's next token: watch the p99 of the gaps between tokens. Chunks
-bound that, and make long prompts wait longer for their first token. Beyond what the machine can
+A whole prompt holds up everybody's next token: watch the p99 of the gaps between tokens, and the
+longest gap where fewer than one in a hundred meets a long prompt, as at low rates. Chunks bound
+both, and make long prompts wait longer for their first token. Beyond what the machine can
 serve, queues grow without end and all requests are late, unless some are refused at once: watch
 the goodput, the requests a second whose first token and whose gaps keep the objective.
 
@@ -22,7 +23,7 @@ Rates are multiples (--loads) of what the chunked system serves when all request
 start, unless --rates gives them. Where no objective is given it comes from the same run: a gap may
 take three iterations with a full chunk, the first token three times a long prompt's prefill.
 
-Expect a few minutes with --quick and about three quarters of an hour without, on two CPU cores;
+Expect about ten minutes with --quick and three quarters of an hour without, on two CPU cores;
 --out_dir gets results.json, results.csv and tail_latency.png.
 """
 

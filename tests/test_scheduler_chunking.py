@@ -144,3 +144,47 @@ def test_the_target_is_a_time(seconds):
 def test_the_target_needs_chunks():
     with pytest.raises(ValueError, match="leave enable_chunked_prefill on"):
         whole_prompts(target_inter_token_s=1.0)
+
+
+def gaps_between_tokens(**limits) -> list[float]:
+    """Of 45 requests, more than can be served, of which 5 have 4096 tokens of prompt; sorted.
+
+    By a clock that counts steps: 50 ms for all decodes, 2.5 ms a prefill token.
+    """
+    scheduler = make_scheduler(
+        num_blocks=1200, block_size=16, max_num_seqs=16, max_model_len=4200, **limits
+    )
+    upcoming = [
+        make_request(
+            str(i),
+            4096 if i % 9 == 4 else 32,
+            arrival=1.0 * i,
+            max_tokens=8 if i % 9 == 4 else 48,
+            ignore_eos=True,
+        )
+        for i in range(45)
+    ]
+    now, gaps, last_s = 0.0, [], {}
+    while upcoming or scheduler.has_work:
+        while upcoming and upcoming[0].arrival_time <= now:
+            scheduler.add(upcoming.pop(0))
+        if not scheduler.has_work:
+            now = upcoming[0].arrival_time
+            continue
+        batch = scheduler.schedule()
+        now += 0.05 * bool(batch.decodes) + 0.0025 * batch.num_prefill_tokens
+        for seq in batch.sampled:
+            gaps += [now - last_s[seq]] if seq in last_s else []
+            last_s[seq] = now
+        scheduler.update(batch, [7] * batch.num_samples)
+    return sorted(gaps)
+
+
+def test_chunks_bound_the_time_between_tokens_where_long_prompts_arrive():
+    chunked = gaps_between_tokens(max_num_batched_tokens=256)
+    whole = gaps_between_tokens(max_num_batched_tokens=4200, enable_chunked_prefill=False)
+    assert len(chunked) == len(whole)
+    p99 = 99 * len(whole) // 100
+    assert chunked[p99] <= 0.5 * whole[p99]
+    assert whole[-1] > 4096 * 0.0025
+    assert chunked[-1] <= 0.05 + 256 * 0.0025, "a full iteration is the longest pause"
