@@ -217,10 +217,10 @@ def random_requests(rng: random.Random) -> list[dict]:
     ]
     return [
         {
-            "num_prompt": rng.randint(1, 30),
+            "num_prompt": rng.randint(10, 30),
             "seed": i,
             "prompt_seed": rng.choice([i, 0, 1]),
-            "max_tokens": rng.randint(1, 30),
+            "max_tokens": rng.choice([1, 5, 20, 30, 30]),
             **rng.choice(kinds[: 1 if i in NOT_FINITE else 5 if i % 3 else None]),
         }
         for i in range(12)
@@ -252,9 +252,9 @@ def run_random(seed: int, *, is_pipelined: bool, num_faults: int = 0):
     rng = random.Random(seed)
     block_size = rng.choice([2, 4])
     limits = {
-        "num_blocks": rng.choice([132, 180, 800]) // block_size,  # beams take up to 124 slots
+        "num_blocks": rng.choice([132, 160, 400]) // block_size,  # beams take up to 124 slots
         "block_size": block_size,
-        "max_num_seqs": rng.choice([4, 8]),
+        "max_num_seqs": rng.choice([6, 8]),
         "max_num_batched_tokens": rng.choice([8, 16, 64]),
         "enable_prefix_caching": rng.random() < 0.7,
         "num_swap_blocks": rng.choice([0, 20, 60]),
@@ -271,7 +271,7 @@ def run_random(seed: int, *, is_pipelined: bool, num_faults: int = 0):
         run.device.faults[call] = rng.choice([Interrupted(), RuntimeError("at fault")])
     added = []
     while len(added) < len(requests) or run.scheduler.has_work:
-        if len(added) < len(requests) and (rng.random() < 0.5 or not run.scheduler.has_work):
+        if len(added) < len(requests) and (rng.random() < 0.8 or not run.scheduler.has_work):
             added.append(run.add(f"r{len(added)}", **requests[len(added)]))
         if not run.scheduler.has_work:
             continue
