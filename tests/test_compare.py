@@ -6,6 +6,7 @@ import json
 import shutil
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -93,7 +94,9 @@ def test_a_candidate_that_changes_outputs_fails_and_is_shown_where(tmp_path):
 
 
 def test_a_candidate_that_is_slower_fails(tmp_path):
-    """It computes one token at a time, the baseline up to sixteen."""
+    """It computes one token at a time, the baseline up to sixteen; which figure shows it best
+    depends on what else the machine does.
+    """
     code, results, _, stderr = compare(
         tmp_path,
         f"--common=--model={TINY_LM} {COMMON}",
@@ -102,9 +105,8 @@ def test_a_candidate_that_is_slower_fails(tmp_path):
     )
     assert code == 1, stderr
     assert results["equal"] == 1
-    verdicts = {case["figure"]: case["verdict"] for case in results["cases"]}
-    assert verdicts["output tokens/s"] == "worse"
-    assert "output tokens/s is worse" in results["reasons"]
+    worse = [case["figure"] for case in results["cases"] if case["verdict"] == "worse"]
+    assert results["reasons"] == [f"{figure} is worse" for figure in worse] != []
 
 
 @pytest.mark.parametrize(
@@ -169,6 +171,31 @@ def test_a_verdict_needs_the_whole_interval(low, high, more_is_better, verdict):
     ratio = paired_ratio([1.0, 1.0], [low, high], 0.5)
     assert (ratio.low, ratio.high) == pytest.approx((low, high))  # what one sigma of two rounds is
     assert judge(ratio, 0.95, more_is_better=more_is_better) == verdict
+
+
+def test_throughput_and_latency_of_runs_are_compared():
+    def run(seconds: float) -> ServedRun:
+        each = served([1, 2, 3])
+        metrics = RequestMetrics(0.0, 0.0, [[seconds, 2 * seconds, 3 * seconds]], 0)
+        output = replace(each.output, metrics=metrics)
+        return ServedRun([replace(each, output=output)], [], 0.0, 3 * seconds, 0.0, 0.0, 0)
+
+    def verdicts(candidate_s: float) -> set[str]:
+        baseline, candidate = [run(1.0), run(1.01)], [run(candidate_s), run(candidate_s)]
+        return {
+            compare_figure(
+                figure,
+                baseline,
+                candidate,
+                limit=0.9 if figure.more_is_better else 1.1,
+                confidence=0.9,
+            ).verdict
+            for figure in FIGURES
+        }
+
+    assert verdicts(1.0) == {"ok"}
+    assert verdicts(1.5) == {"worse"}
+    assert verdicts(1.1) == {"unclear"}
 
 
 def test_a_figure_that_neither_side_has_is_no_reason_to_fail():
