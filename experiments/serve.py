@@ -7,6 +7,7 @@
     python -m experiments.serve --n=4 --temperature=0.8
     python -m experiments.serve --beam_width=4 --enable_prefix_caching=false
     python -m experiments.serve --num_blocks=160 --preemption_mode=swap --chrome_trace
+    python -m experiments.serve --num_blocks=160 --memory_policy=orca_max
     python -m experiments.serve --arrivals=poisson --rate=4 --max_num_waiting=8 --timeout_s=20
 
 The first command answers 32 ShareGPT prompts with SmolLM2-135M-Instruct. It ends in about a minute

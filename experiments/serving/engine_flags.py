@@ -5,6 +5,7 @@ from typing import Any, get_args
 from absl import flags
 
 from paged_jax import Engine
+from paged_jax.memory.policies import PAGED, memory_policies
 from paged_jax.scheduling.policies import POLICIES
 from paged_jax.scheduling.preemption import PreemptionMode
 
@@ -12,6 +13,7 @@ ENGINE_FLAGS = (
     "model",
     "block_size",
     "num_blocks",
+    "memory_policy",
     "max_num_seqs",
     "max_num_batched_tokens",
     "max_model_len",
@@ -47,6 +49,14 @@ def define(values: flags.FlagValues) -> None:
     text("model", "smollm2", "smollm2 (an installed package), a Hugging Face folder or a .gguf.")
     count("block_size", 16, "Slots (tokens) of a KV block.")
     count("num_blocks", None, "Blocks of the KV pool; default: as many as are needed, or fit.")
+    flags.DEFINE_enum(
+        "memory_policy",
+        PAGED,
+        list(memory_policies()),
+        "How slots are given out: in pages, or contiguously, as much as a request may need by "
+        "what the name says.",
+        flag_values=values,
+    )
     count(
         "max_num_seqs",
         None,
