@@ -2,6 +2,7 @@
 
 import itertools
 import time
+from inspect import signature
 
 import numpy as np
 import pytest
@@ -140,17 +141,6 @@ def test_times_say_where_the_time_went(pair):
 
 @pytest.mark.parametrize(("platform", "default"), [("cpu", False), ("gpu", True)])
 def test_iterations_are_pipelined_on_a_gpu_unless_the_caller_says(platform, default):
-    given = {
-        "dtype": "auto",
-        "block_size": 16,
-        "max_prefill_seqs": 4,
-        **dict.fromkeys(["num_blocks", "max_num_seqs", "max_num_batched_tokens", "max_model_len"]),
-        **dict.fromkeys(["max_num_waiting", "swap_space_blocks", "target_inter_token_s"]),
-        "watermark": 0.01,
-        "enable_prefix_caching": True,
-        "enable_chunked_prefill": True,
-        "scheduling_policy": "fcfs",
-        "preemption_mode": "auto",
-    }
+    given = {name: each.default for name, each in signature(Engine).parameters.items()}
     for pipelined, wanted in ((None, default), (True, True), (False, False)):
         assert Limits.of(platform, given | {"pipelined": pipelined}).pipelined is wanted
