@@ -274,7 +274,9 @@ def plot(cases: Sequence[Case], runs: Sequence[Run], path: str) -> None:
         for label, name in lines:
             points = [(case.block_size, getattr(case, f"{prefix}{name}_ms")) for case in cases]
             if points:
-                ax.loglog(*zip(*points, strict=True), "o-", base=2, label=label)
+                ax.loglog(*zip(*points, strict=True), "o-", label=label)
+        ax.set_xticks([case.block_size for case in cases], [str(c.block_size) for c in cases])
+        ax.minorticks_off()
         _label(ax, title, "block size (slots)", "out and in again, or prefill (ms)")
     sizes = list(dict.fromkeys(run.block_size for run in runs))
     for number, mode in enumerate(MODES):
