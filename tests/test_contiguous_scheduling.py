@@ -146,6 +146,28 @@ def test_what_can_never_be_reserved_is_refused(policy, options, needed):
         scheduler.add(request)
 
 
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("kind", [{}, {"n": 2}, {"beam_width": 2}])
+def test_what_lost_the_cache_reserves_as_much_again(policy, kind):
+    """Whenever that is, in a pool that has just enough for what it reserved at first."""
+    arguments = {"max_tokens": 16, "ignore_eos": True} | kind
+    chunk = {"orca_max": 64}.get(policy, 32)
+    for when in range(1, 17):
+        scheduler = contiguous_scheduler(policy, 2 * chunk if kind else chunk, block_size=1)
+        executor = FakeExecutor(scheduler.memory)
+        request = make_request("r", 10, **arguments)
+        scheduler.add(request)
+        for _ in range(when):
+            run_step(scheduler, executor)
+        executor.slots.clear()
+        scheduler.recover(cache_lost=True)
+        for _ in range(20):
+            if scheduler.has_work:
+                run_step(scheduler, executor)
+        assert request.is_finished
+        assert scheduler.num_preemptions == 0
+
+
 def test_static_batching_over_reservations_is_fastertransformer():
     """Seven fit; nobody joins until the longest of them has ended."""
     scheduler = contiguous_scheduler("orca_max", 7 * 16, policy="static")

@@ -80,6 +80,7 @@ class BlockManager:
         *,
         salt: Hashable = None,
         max_num_tokens: int,
+        num_prompt_tokens: int | None = None,
         num_sequences: int = 1,
         keep_free_blocks: int = 0,
         use_cache: bool = True,

@@ -117,6 +117,7 @@ class ContiguousManager:
         *,
         salt: Hashable = None,
         max_num_tokens: int,
+        num_prompt_tokens: int | None = None,
         num_sequences: int = 1,
         keep_free_blocks: int = 0,
         use_cache: bool = True,
@@ -126,7 +127,9 @@ class ContiguousManager:
         if not token_ids:
             raise ValueError(f"sequence {seq_id} has no tokens")
         needed = max(max_num_tokens, len(token_ids))
-        num_slots = self._reserve(len(token_ids), needed, self._max_model_len)
+        # What comes back with tokens of its own takes as much as before: more might never fit.
+        num_prompt = len(token_ids) if num_prompt_tokens is None else num_prompt_tokens
+        num_slots = self._reserve(num_prompt, needed, self._max_model_len)
         if num_slots < needed:
             raise ValueError(f"sequence {seq_id}: {num_slots} slots reserved, {needed} needed")
         order, buddy = self._order(num_slots), self._buddy

@@ -74,6 +74,7 @@ class MemoryManager(Protocol):
         *,
         salt: Hashable = None,
         max_num_tokens: int,
+        num_prompt_tokens: int | None = None,
         num_sequences: int = 1,
         keep_free_blocks: int = 0,
         use_cache: bool = True,
@@ -86,8 +87,10 @@ class MemoryManager(Protocol):
 
         None, and nothing changes, unless the rest fits and leaves `keep_free_blocks` blocks free.
         `max_num_tokens` is the most slots the sequence can come to need, `num_sequences` how many
-        there will be, itself included, by the time that it is first appended to. Contiguous
-        managers reserve by them, so that no sequence has to grow, and keep no blocks free for that.
+        there will be, itself included, by the time that it is first appended to, and
+        `num_prompt_tokens` how many of its tokens it began with; None: all of them. Contiguous
+        managers reserve by these, so that no sequence has to grow, and keep no blocks free for
+        that.
         """
 
     def num_forks_left(self, seq_id: int, num_pending: int = 0) -> int:
