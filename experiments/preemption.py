@@ -184,7 +184,7 @@ def claims_of(cases: Sequence[Case], runs: Sequence[Run]) -> list[Claim]:
         by_mode = {run.mode: run for run in runs if run.block_size == block_size}
         ratio = by_mode["recompute"].latency_ms / by_mode["swap"].latency_ms
         figure = f"latency, recompute / swap, block size {block_size}"
-        claims.append(Claim("likewise, end to end", figure, ratio, None))
+        claims.append(Claim("both are about even, end to end", figure, ratio, None))
     return claims
 
 
