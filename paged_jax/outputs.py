@@ -52,7 +52,9 @@ class RequestOutput:
     ``num_cached_tokens`` of the prompt were in the prefix cache when the request was admitted.
     ``prompt_logprobs``, where asked for, has an entry for each token of the prompt: None for the
     first, then its log-probability after those before it. ``error`` says why a request has failed;
-    what it had by then is in ``outputs``.
+    what it had by then is in ``outputs``. ``finish_reason`` is that of the whole request: if any of
+    its continuations was cut short ("abort", "timeout", "error"), then this, otherwise that of the
+    first.
     """
 
     request_id: str
@@ -64,6 +66,7 @@ class RequestOutput:
     num_cached_tokens: int = 0
     prompt_logprobs: list[TokenLogprobs | None] | None = None
     error: str | None = None
+    finish_reason: FinishReason | None = None  # None while it runs
 
 
 def error_text(error: BaseException) -> str:

@@ -7,7 +7,7 @@ from paged_jax.loading import IncrementalDetokenizer
 from paged_jax.loading.transformers_tokenizer import Tokenizer
 from paged_jax.outputs import CompletionOutput, RequestMetrics, RequestOutput, error_text
 from paged_jax.scheduling.logprobs import TokenLogprobs
-from paged_jax.scheduling.request import Request, Sequence
+from paged_jax.scheduling.request import CUT_SHORT, FinishReason, Request, Sequence
 
 OnOutput = Callable[[RequestOutput], None]
 
@@ -194,7 +194,17 @@ class RequestRecord:
             num_cached_tokens=self.request.num_cached_tokens or 0,
             prompt_logprobs=None if asked is None else [None, *self.request.prompt_logprobs],
             error=self.request.error,
+            finish_reason=self._finish_reason(outputs),
         )
+
+    def _finish_reason(self, outputs: list[CompletionOutput]) -> FinishReason | None:
+        """Of the request: of `best_of` those count as well that are not among the outputs."""
+        if not self.request.is_finished:
+            return None
+        if self.request.error is not None:
+            return "error"
+        reasons = (seq.finish_reason for seq in self.request.sequences)
+        return next((each for each in reasons if each in CUT_SHORT), outputs[0].finish_reason)
 
 
 def beam_outputs(request: Request, tokenizer: Tokenizer | None) -> list[CompletionOutput]:

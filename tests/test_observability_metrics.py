@@ -181,6 +181,34 @@ def test_refusals_timeouts_and_aborts_are_counted_by_reason(fresh_engine):
     assert figures["vllm:e2e_request_latency_seconds_count"] == 1
 
 
+@pytest.mark.parametrize("samples", [{"n": 2}, {"n": 1, "best_of": 2}], ids=str)
+@pytest.mark.parametrize("reason", ["abort", "timeout"])
+def test_a_request_is_cut_short_if_any_of_its_sequences_is(
+    fresh_engine, monkeypatch, samples, reason
+):
+    engine = fresh_engine()
+    params = SamplingParams(max_tokens=30, seed=0, ignore_eos=True, **samples)
+    engine.add_request("r", [5, 6], params, timeout_s=1000.0)
+    for _ in range(3):
+        engine.step()
+    scheduler = engine.core.scheduler
+    scheduler.finish(scheduler.queues.decoding[0], "stop")
+    for _ in range(6):
+        engine.step()
+    if reason == "abort":
+        output = engine.abort("r")
+    else:
+        later = engine.core.clock() + 2000.0
+        monkeypatch.setattr(engine.core, "clock", lambda: later)
+        [output] = engine.step()
+    assert output.outputs[0].finish_reason == "stop"
+    assert output.finish_reason == reason
+    figures = engine.metrics()
+    assert figures['vllm:request_success_total{finished_reason="stop"}'] == 0
+    assert figures[f'vllm:request_success_total{{finished_reason="{reason}"}}'] == 1
+    assert figures["vllm:e2e_request_latency_seconds_count"] == 0
+
+
 def test_a_request_that_fails_has_neither_a_first_token_nor_a_latency(fresh_engine, monkeypatch):
     engine = fresh_engine()
 

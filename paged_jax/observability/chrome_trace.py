@@ -77,7 +77,7 @@ class ChromeTrace(Observer):
             output.request_id,
             time_s,
             {
-                "finish_reason": output.outputs[0].finish_reason,
+                "finish_reason": output.finish_reason,
                 "output_tokens": sum(len(out.token_ids) for out in output.outputs),
                 "cached_tokens": output.num_cached_tokens,
                 "preemptions": output.metrics.num_preemptions,

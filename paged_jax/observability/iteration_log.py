@@ -26,7 +26,7 @@ class IterationLog(Observer):
         self._ended: dict[str, str | None] = {}
 
     def on_request_ended(self, output: RequestOutput, time_s: float) -> None:
-        self._ended[output.request_id] = output.error or output.outputs[0].finish_reason
+        self._ended[output.request_id] = output.error or output.finish_reason
 
     def on_iteration(self, stats: IterationStats) -> None:
         line = {field: getattr(stats, field) for field in _FIELDS}

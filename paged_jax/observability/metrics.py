@@ -30,11 +30,10 @@ from paged_jax.observability.phases import RequestPhases
 from paged_jax.observability.token_gaps import TokenGaps
 from paged_jax.outputs import RequestOutput
 from paged_jax.scheduling.fitting import QueueFull
-from paged_jax.scheduling.request import Request
+from paged_jax.scheduling.request import CUT_SHORT, Request
 from paged_jax.scheduling.scheduler import Scheduler
 
 FINISH_REASONS = ("stop", "length", "abort", "timeout", "error")
-_COMPLETE = ("stop", "length")
 
 
 class Metrics(Observer):
@@ -101,12 +100,12 @@ class Metrics(Observer):
         request, _ = self._phases.end(output.request_id, time_s)
         self._arrival_s.pop(output.request_id, None)
         self._gaps.forget(request)
-        reason = "error" if request.error is not None else output.outputs[0].finish_reason
+        reason = output.finish_reason
         assert reason is not None
         self.num_ended[reason] += 1
         times = output.metrics
         first, last, scheduled = times.first_token_s, times.last_token_s, times.first_scheduled_s
-        if reason not in _COMPLETE or first is None or last is None or scheduled is None:
+        if reason in CUT_SHORT or first is None or last is None or scheduled is None:
             return
         self.e2e_s.observe(last - times.arrival_s)
         self.queue_s.observe(scheduled - times.arrival_s)

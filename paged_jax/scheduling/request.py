@@ -11,6 +11,7 @@ from paged_jax.scheduling.logprobs import TokenLogprobs
 from paged_jax.scheduling.sampling_params import SamplingParams
 
 FinishReason = Literal["stop", "length", "abort", "timeout", "error"]
+CUT_SHORT: tuple[FinishReason, ...] = ("abort", "timeout", "error")
 
 # What a policy ranks requests by.
 PolicyKey = float | tuple[float, ...]
