@@ -30,8 +30,8 @@ class Delivery:
         self._abandoned: deque[str] = deque()
 
     def __contains__(self, request_id: str) -> bool:
-        """Whether the request is in work."""
-        return request_id in self._records
+        """Whether the request is in work, or its outputs still have a mailbox."""
+        return request_id in self._records or request_id in self._mailboxes
 
     @property
     def request_ids(self) -> list[str]:
@@ -47,6 +47,14 @@ class Delivery:
     def is_idle(self) -> bool:
         """Whether nothing is left of any request."""
         return not (self._records or self._sequence_records or self._mailboxes or self.has_outputs)
+
+    def check_is_new(self, request_id: str) -> None:
+        """ValueError if outputs of a new request would get among those of one before it."""
+        if request_id in self:
+            state = (
+                "is running already" if request_id in self._records else "has outputs to be read"
+            )
+            raise ValueError(f"request {request_id!r} {state}; give each request an id of its own")
 
     def add(self, record: RequestRecord) -> None:
         """Keep the record of a request that the scheduler has taken."""

@@ -283,6 +283,8 @@ class Engine:
             text, token_ids = encode(prompt, self.tokenizer, self.config.vocab_size)
             check_request(params, self.config, stream=stream)
             check_call(request_id, priority, timeout_s, on_output)
+            if request_id is not None:
+                self._delivery.check_is_new(request_id)
             arrival = self.core.clock() if arrival_time is None else arrival_time
             request = Request(
                 self._new_id() if request_id is None else request_id,

@@ -155,6 +155,19 @@ def test_own_names_do_not_collide_with_those_given_by_the_engine(engine, text):
     assert run(engine)[mine].outputs[0].text == text
 
 
+def test_a_name_is_in_use_until_its_stream_has_been_read(engine, text):
+    stream = engine.stream(PROMPT, GREEDY)
+    name = next(stream).request_id
+    while engine.has_work:
+        assert not engine.step()
+    with pytest.raises(ValueError, match=f"request '{name}' has outputs to be read"):
+        engine.add_request(name, PROMPT, GREEDY)
+    *_, last = stream
+    assert last.outputs[0].text == text
+    engine.add_request(name, PROMPT, GREEDY)
+    assert run(engine)[name].outputs[0].text == text
+
+
 def test_abort_while_waiting(engine, text):
     for i in range(5):
         engine.add_request(f"r{i}", PROMPT, GREEDY)
