@@ -282,18 +282,25 @@ class Engine:
                 raise ValueError(f"params must be SamplingParams, got {params!r:.80}")
             text, token_ids = encode(prompt, self.tokenizer, self.config.vocab_size)
             check_request(params, self.config, stream=stream)
-            check_call(request_id, priority, timeout_s, on_output)
+            check_call(
+                request_id,
+                arrival_time=arrival_time,
+                priority=priority,
+                timeout_s=timeout_s,
+                stream=stream,
+                on_output=on_output,
+            )
             if request_id is not None:
                 self._delivery.check_is_new(request_id)
-            arrival = self.core.clock() if arrival_time is None else arrival_time
+            arrival = self.core.clock() if arrival_time is None else float(arrival_time)
             request = Request(
                 self._new_id() if request_id is None else request_id,
                 token_ids,
                 params,
                 arrival,
                 self._next_seed if params.seed is None else params.seed,
-                priority=priority,
-                deadline_s=None if timeout_s is None else arrival + timeout_s,
+                priority=int(priority),
+                deadline_s=None if timeout_s is None else arrival + float(timeout_s),
             )
             record = RequestRecord.of(
                 request, text, self.tokenizer, streams=stream, on_output=on_output

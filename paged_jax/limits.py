@@ -1,7 +1,7 @@
 """An engine's limits: what the caller gave, or the device's default, checked."""
 
 from dataclasses import dataclass, replace
-from numbers import Integral
+from numbers import Integral, Real
 from typing import Any
 
 from paged_jax.loading.arrays import weight_dtype
@@ -22,6 +22,7 @@ _GPU = {
     "max_num_batched_tokens": 4096,
     "pipelined": True,
 }
+_SWITCHES = ("enable_prefix_caching", "enable_chunked_prefill", "pipelined")
 
 
 @dataclass(frozen=True)
@@ -64,6 +65,14 @@ class Limits:
                 ("swap_space_blocks", 0),
             )
         }
+        pipelined = _or(given["pipelined"], defaults["pipelined"])
+        for name, value in (given | {"pipelined": pipelined}).items():
+            if name in _SWITCHES and not isinstance(value, bool):
+                raise ValueError(f"{name} must be True or False, got {value!r}")
+        target = _or(given["target_inter_token_s"], 1.0)  # none is fine
+        for name, value in (("watermark", given["watermark"]), ("target_inter_token_s", target)):
+            if isinstance(value, bool) or not isinstance(value, Real):
+                raise ValueError(f"{name} must be a number, got {value!r}")
         as_given = (
             "memory_policy",
             "watermark",
@@ -81,7 +90,7 @@ class Limits:
                 "max_num_batched_tokens", _or(given["max_num_batched_tokens"], budget)
             ),
             max_prefill_seqs=integer("max_prefill_seqs", given["max_prefill_seqs"]),
-            pipelined=_or(given["pipelined"], defaults["pipelined"]),
+            pipelined=pipelined,
             **optional,
             **{name: given[name] for name in as_given},
         )

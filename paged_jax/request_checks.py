@@ -1,6 +1,8 @@
 """Refusal of what does not go with the model, or with a step's static shapes."""
 
+import math
 from collections.abc import Callable
+from numbers import Integral, Real
 from typing import Any
 
 from paged_jax.decode import NUM_LOGPROBS
@@ -32,17 +34,27 @@ def check_request(params: SamplingParams, config: ModelConfig, *, stream: bool) 
 
 def check_call(
     request_id: str | None,
+    *,
+    arrival_time: float | None,
     priority: int,
     timeout_s: float | None,
+    stream: bool,
     on_output: Callable[..., Any] | None,
 ) -> None:
     """ValueError, with the value, for arguments of `Engine.add_request` that mean nothing."""
     if request_id is not None and not isinstance(request_id, str):
         raise ValueError(f"request_id must be a string, got {request_id!r}")
-    if isinstance(priority, bool) or not isinstance(priority, int):
+    if arrival_time is not None and not (_is_number(arrival_time) and math.isfinite(arrival_time)):
+        raise ValueError(f"arrival_time must be a finite number of seconds, got {arrival_time!r}")
+    if not _is_number(priority, Integral):
         raise ValueError(f"priority must be an integer, got {priority!r}")
-    is_number = isinstance(timeout_s, (int, float)) and not isinstance(timeout_s, bool)
-    if timeout_s is not None and not (is_number and timeout_s > 0):
+    if timeout_s is not None and not (_is_number(timeout_s) and timeout_s > 0):
         raise ValueError(f"timeout_s must be a number of seconds above 0, got {timeout_s!r}")
+    if not isinstance(stream, bool):
+        raise ValueError(f"stream must be True or False, got {stream!r}")
     if on_output is not None and not callable(on_output):
         raise ValueError(f"on_output must be callable, got {on_output!r}")
+
+
+def _is_number(value: Any, kind: type = Real) -> bool:
+    return isinstance(value, kind) and not isinstance(value, bool)

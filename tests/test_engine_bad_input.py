@@ -124,6 +124,9 @@ def test_stream_refuses_a_bad_prompt_before_anyone_reads(engine):
         ({"timeout_s": math.nan}, "timeout_s .* got nan"),
         ({"timeout_s": "1"}, "timeout_s .* got '1'"),
         ({"on_output": 7}, "on_output must be callable, got 7"),
+        ({"arrival_time": math.nan}, "arrival_time must be a finite number of seconds, got nan"),
+        ({"arrival_time": "now"}, "arrival_time must be a finite number of seconds, got 'now'"),
+        ({"stream": "yes"}, "stream must be True or False, got 'yes'"),
     ],
     ids=str,
 )
@@ -131,6 +134,14 @@ def test_arguments_of_a_request_that_mean_nothing_are_refused(engine, arguments,
     with pytest.raises(ValueError, match=message):
         engine.add_request(None, PROMPT, GREEDY, **arguments)
     assert not engine.has_work
+
+
+def test_numbers_of_numpy_are_numbers(engine):
+    times = {"arrival_time": np.float32(engine.core.clock()), "timeout_s": np.float32(60)}
+    engine.add_request("r", PROMPT, GREEDY, priority=np.int64(1), **times)
+    while engine.has_work:
+        [output] = engine.step() or [None]
+    assert output.outputs[0].finish_reason == "length"
 
 
 def test_a_bad_prompt_among_good_ones_leaves_running_requests_alone(engine):
@@ -241,6 +252,13 @@ def test_extreme_parameters_that_are_allowed_work_and_disturb_nobody(engine):
             "max_num_batched_tokens 32 is less than max_model_len 512: without chunked prefill",
         ),
         ({"seed": 1.5}, "seed .* got 1.5"),
+        ({"enable_prefix_caching": "off"}, "enable_prefix_caching must be True or False, .*'off'"),
+        ({"enable_chunked_prefill": None}, "enable_chunked_prefill must be True or False, .*None"),
+        ({"pipelined": "no"}, "pipelined must be True or False, got 'no'"),
+        ({"watermark": "1%"}, "watermark must be a number, got '1%'"),
+        ({"watermark": None}, "watermark must be a number, got None"),
+        ({"target_inter_token_s": "0.1"}, "target_inter_token_s must be a number, got '0.1'"),
+        ({"scheduling_policy": ["fcfs"]}, "policy .* is unknown; choose one of fcfs"),
     ],
     ids=str,
 )

@@ -60,7 +60,7 @@ def make_policy(policy: str | Policy) -> Policy:
     """The policy of that name; ValueError, naming those there are, if it is unknown."""
     if isinstance(policy, Policy):
         return policy
-    if policy not in POLICIES:
+    if not isinstance(policy, str) or policy not in POLICIES:
         raise ValueError(f"policy {policy!r} is unknown; choose one of {', '.join(POLICIES)}")
     return POLICIES[policy]()
 
