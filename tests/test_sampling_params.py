@@ -135,6 +135,7 @@ def test_ranking_needs_log_probabilities_that_the_caller_did_not_ask_for():
         ({"beam_width": 2, "best_of": 2}, "best_of 2 does not go with beam_width"),
         ({"length_penalty": 2.0}, "length_penalty 2.0 needs a beam_width"),
         ({"early_stopping": True}, "early_stopping True needs a beam_width"),
+        ({"beam_width": 2, "early_stopping": 1}, "early_stopping must be True, False.*got 1"),
         ({"beam_width": 2, "early_stopping": "always"}, "early_stopping must be True, False"),
         ({"beam_width": 2, "length_penalty": math.nan}, "length_penalty must be finite"),
         ({"cache_salt": 3}, "cache_salt must be a string or None, got 3"),

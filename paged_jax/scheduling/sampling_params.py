@@ -91,7 +91,8 @@ class SamplingParams:
 
     def _check_beams(self) -> None:
         self._float("length_penalty", low=-math.inf)
-        if self.early_stopping not in (True, False, "never"):
+        # 1 equals True, but is not what the search looks for.
+        if not isinstance(self.early_stopping, bool) and self.early_stopping != "never":
             raise ValueError(
                 f'early_stopping must be True, False or "never", got {self.early_stopping!r}'
             )
