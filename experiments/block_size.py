@@ -15,8 +15,8 @@ end of each sequence, and prompts that begin alike share whole blocks only. Two 
 over requests of ShareGPT's and of Alpaca's lengths, and over prompts that begin with one of 16
 shared prefixes, with the prefix cache.
 
-`tokens_per_s`, `waste_percent` (slots held without a token, of those held), `table_percent` (bytes
-of the static block tables, of the memory held) and `hit_percent` are those of a full pool.
+`tokens_per_s`, `waste_percent` (slots at the ends of sequences, of those held), `table_percent`
+(bytes of the static block tables, of the memory held) and `hit_percent` are those of a full pool.
 `latency_ms` is the mean per output token at one rate for all block sizes, --load of what a block
 size of 16 serves (real: all requests are there at the start). The best block sizes are those within
 5 % of the lowest latency, which is what the paper plots; its choice is 16.
@@ -145,7 +145,7 @@ def plot(rows: list[Row], path: str) -> None:
     panels = [
         ("tokens_per_s", "output tokens/s, of the highest"),
         ("latency_ms", "latency (ms/token)"),
-        ("waste_percent", "slots held without a token (%)"),
+        ("waste_percent", "slots held for no token (%)"),
         ("hit_percent", "prompt tokens found in the cache (%)"),
     ]
     figure, all_axes = plt.subplots(1, 4, figsize=(16, 3.8), layout="constrained")
@@ -173,9 +173,9 @@ def plot(rows: list[Row], path: str) -> None:
 def grouped(rows: list[Row]) -> dict[tuple[str, str], list[Row]]:
     """By run and workload, each by block size."""
     groups: dict[tuple[str, str], list[Row]] = {}
-    for row in sorted(rows, key=lambda row: row.block_size):
+    for row in rows:
         groups.setdefault((row.run, row.workload), []).append(row)
-    return groups
+    return {key: sorted(group, key=lambda row: row.block_size) for key, group in groups.items()}
 
 
 def main() -> None:

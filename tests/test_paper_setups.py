@@ -150,10 +150,10 @@ def test_paging_batches_more_than_orca_which_batches_by_what_it_reserves():
 # Figures
 
 
-def test_what_is_held_is_split_into_tokens_and_waste():
+def test_waste_and_tables_are_shares_of_what_is_held():
     waste, tables = held_figures(
         block_size=16,
-        token_states=900.0,
+        internal=100.0,
         held=1000.0,
         num_seqs=2.0,
         max_model_len=100,
