@@ -6,8 +6,8 @@
 
 Simulated on OPT-13B and an A100-40GB, with the same requests and arrivals for every system:
 ShareGPT's lengths at 2 requests/s and Alpaca's at 30, as in the paper. It gives the means of both;
-`sharegpt_served` has the spread that one bar of its Figure 2 implies (`SERVED_LENGTHS`), `sharegpt`
-that of the published file, `sharegpt_trace` that file's lengths as they are.
+`sharegpt_served` has the spread that its figures 2 and 13 imply (`SERVED_LENGTHS`), `sharegpt` that
+of the published file, `sharegpt_trace` that file's lengths as they are.
 
 Means are over the time of the iterations until the last request has arrived. A system that the rate
 overloads is full all the time: its batch then depends on memory alone, on how much is reserved for

@@ -117,6 +117,49 @@ def test_a_kernel_on_a_cpu_says_nothing_of_the_papers():
     assert verdict("gpu") == "reproduced"
 
 
+def preemption_results() -> dict:
+    def case(size: int, each: float, recompute: float) -> dict:
+        return {
+            "block_size": size, "a100_each_ms": each, "a100_recompute_ms": 50.0,
+            "recompute_ms": recompute,
+        }  # fmt: skip
+
+    return {"cases": [case(256, 45.0, 10.0), case(1, 400.0, 11.0), case(16, 60.0, 10.0)]}
+
+
+def test_swapping_and_recomputing_are_judged_by_what_is_measured_and_modelled():
+    results = preemption_results()
+    assert [claim.holds for claim in measured_claims.preemption(results)] == [True] * 4
+    results["cases"][1]["recompute_ms"] = 13.0
+    results["cases"][0]["a100_each_ms"] = 20.0
+    results["cases"][2]["a100_each_ms"] = 20.0
+    holds = [claim.holds for claim in measured_claims.preemption(results)]
+    assert holds == [True, False, False, False]
+
+
+def test_uniform_lengths_must_show_a_shorter_tail():
+    def verdict(uniform: float, lognormal: float) -> str:
+        rows = [
+            {"shape": shape, "system": "paged", "internal": 1.0, "external": 2.0, "ttft_p99_s": p99}
+            for shape, p99 in (("constant", 0.1), ("uniform", uniform), ("lognormal", lognormal))
+        ]
+        [claim] = simulated_claims.length_shapes({"cases": rows})
+        return claim.verdict
+
+    assert verdict(1.0, 1.2) == "reproduced"
+    assert verdict(1.0, 1.05) == "differs"
+
+
+def test_chunks_must_shorten_the_longest_gaps_at_every_rate():
+    def verdicts(*ratios: float | None) -> list[str]:
+        rows = [{"rate": 1.0, "ratio": ratio} for ratio in ratios]
+        return [c.verdict for c in measured_claims.tail_latency({"gap_p99_ratios": rows})]
+
+    assert verdicts(0.3, None, 0.9) == ["reproduced"]
+    assert verdicts(0.3, 1.1) == ["differs"]
+    assert verdicts(None) == []
+
+
 # Plan
 
 

@@ -21,6 +21,7 @@ CLAIMS: dict[str, Callable[[dict[str, Any]], list[Claim]]] = {
     "throughput": simulated.throughput,
     "batched_requests": simulated.batched_requests,
     "parallel_and_beam": simulated.parallel_and_beam,
+    "length_shapes": simulated.length_shapes,
     "memory_sharing": measured.memory_sharing,
     "shared_prefix": measured.shared_prefix,
     "chatbot": measured.chatbot,
@@ -28,6 +29,8 @@ CLAIMS: dict[str, Callable[[dict[str, Any]], list[Claim]]] = {
     "decode_step": measured.decode_step,
     "block_size": simulated.block_size,
     "validate_simulator": measured.validate_simulator,
+    "preemption": measured.preemption,
+    "tail_latency": measured.tail_latency,
     "prefix_hit_rate": measured.prefix_hit_rate,
 }
 COLUMNS = ("claim", "paper", "here", "verdict", "counts as reproduced")
@@ -108,6 +111,8 @@ def markdown(
         if section.failure is not None:
             parts.append(f"Did not run: {section.failure}\n")
             continue
+        if section.step.remark:
+            parts.append(f"{section.step.remark}\n\n")
         if section.claims:
             parts.append(reporting.markdown_table(COLUMNS, claim_rows(section.claims)))
         parts += [f"\n- {note}" for note in notes(section.claims)]
@@ -131,6 +136,8 @@ def html_page(title: str, sections: Sequence[Section], environment: Mapping[str,
         if section.failure is not None:
             body.append(f'<p class="differs">Did not run: {escape(section.failure)}</p>')
             continue
+        if section.step.remark:
+            body.append(f"<p>{escape(section.step.remark)}</p>")
         if section.claims:
             body.append(_html_table(COLUMNS, claim_rows(section.claims)))
         body += [f'<p class="note">{escape(note)}</p>' for note in notes(section.claims)]
