@@ -162,9 +162,15 @@ def plot(rows: list[Row], path: str) -> None:
                 axes.plot(
                     *zip(*points, strict=True), style, color=colour, label=f"{run}, {workload}"
                 )
-            axes.set_xscale("log", base=2)
-            axes.set(xlabel="block size (tokens)", ylabel=label, ylim=(0, None))
-    all_axes[1].set_yscale("log")
+            axes.set(xlabel="block size (tokens)", ylabel=label)
+    sizes = sorted({row.block_size for row in rows})
+    for axes, (name, _) in zip(all_axes, panels, strict=True):
+        axes.set_xscale("log", base=2)
+        axes.set_xticks(sizes, [str(size) for size in sizes])
+        if name == "latency_ms":
+            axes.set_yscale("log")
+        else:
+            axes.set_ylim(bottom=0)
     all_axes[0].legend(fontsize=7)
     figure.savefig(path, dpi=150)
     plt.close(figure)
