@@ -12,6 +12,7 @@ Expect a table in about ten seconds. --out_dir gets results.json, results.csv an
 
 import statistics
 import time
+from itertools import islice
 from typing import NamedTuple
 
 import matplotlib.pyplot as plt
@@ -19,15 +20,7 @@ import numpy as np
 from absl import flags
 
 from experiments import reporting
-from paged_jax.engine_core import EngineCore
-from paged_jax.executor.decode_rows import DecodeRows
-from paged_jax.executor.interface import Executor, StepResult
-from paged_jax.executor.prefill_arrays import PrefillShape, prefill_arrays
-from paged_jax.memory.block_manager import BlockManager
-from paged_jax.scheduling.batch import ScheduledBatch
-from paged_jax.scheduling.request import Request
-from paged_jax.scheduling.sampling_params import SamplingParams
-from paged_jax.scheduling.scheduler import Scheduler
+from experiments.host.loop import endless_requests, make_loop
 
 _NUM_SEQS = flags.DEFINE_list("num_seqs", ["16", "64", "256"], "Sequences that run at a time.")
 _BLOCK_SIZE = flags.DEFINE_list("block_size", ["16"], "Block sizes, in tokens.")
@@ -36,37 +29,6 @@ _OUTPUT_TOKENS = flags.DEFINE_integer("output_tokens", 256, "Mean output length.
 _ITERATIONS = flags.DEFINE_integer("iterations", 1000, "Iterations timed.", lower_bound=1)
 _SEED = flags.DEFINE_integer("seed", 0, "Of the lengths.", lower_bound=0)
 _OUT_DIR = flags.DEFINE_string("out_dir", "out/host_overhead", "Where the results go.")
-
-MAX_PREFILL_SEQS = 16
-MAX_BATCHED_TOKENS = 8192
-
-
-class FakeExecutor(Executor):
-    """Builds a step's arrays, computes nothing, and notes how long the building takes."""
-
-    def __init__(self, memory: BlockManager, *, max_num_seqs: int, max_model_len: int):
-        self._memory = memory
-        self._rows = DecodeRows(memory, max_num_seqs=max_num_seqs, max_model_len=max_model_len)
-        self.arrays_s: list[float] = []
-
-    def execute(self, batch: ScheduledBatch) -> StepResult:
-        start = time.perf_counter()
-        if batch.decodes:
-            self._rows.update(batch.decodes, tables_changed=bool(batch.copies))
-        else:
-            self._rows.forget()
-        if batch.prefills:
-            prefill_arrays(
-                batch.prefills,
-                PrefillShape.of(batch.num_prefill_tokens, MAX_PREFILL_SEQS),
-                self._memory,
-                max_chunks=MAX_PREFILL_SEQS,
-                max_blocks=self._rows.block_tables.shape[1],
-            )
-        self._memory.take_copies()
-        self.arrays_s.append(time.perf_counter() - start)
-        n = batch.num_samples
-        return StepResult([7] * n, [None] * n, 0.0)
 
 
 class Case(NamedTuple):
@@ -84,31 +46,12 @@ class Case(NamedTuple):
 
 def run_case(num_seqs: int, block_size: int) -> Case:
     """Run the loop over random lengths with `num_seqs` sequences running all the time."""
-    rng = np.random.default_rng(_SEED.value)
-    max_len = 2 * (_PROMPT_TOKENS.value + _OUTPUT_TOKENS.value)
-    memory = BlockManager(num_seqs * -(-max_len // block_size) + 1, block_size)
-    executor = FakeExecutor(memory, max_num_seqs=num_seqs, max_model_len=max_len)
-    scheduler = Scheduler(
-        memory,
-        max_num_seqs=num_seqs,
-        max_num_batched_tokens=MAX_BATCHED_TOKENS,
-        max_model_len=max_len,
-        max_prefill_seqs=MAX_PREFILL_SEQS,
-        eos_token_ids=(),
-    )
-    core = EngineCore(scheduler, executor)
-
-    def requests(count: int, first: int) -> list[Request]:
-        prompts = rng.integers(1, 2 * _PROMPT_TOKENS.value, count)
-        outputs = rng.integers(1, 2 * _OUTPUT_TOKENS.value, count)
-        return [  # no two prompts begin alike, so that none finds another's blocks
-            Request(str(i), (i,) * int(p), SamplingParams(max_tokens=int(o)), 0.0, seed=i)
-            for i, (p, o) in enumerate(zip(prompts, outputs, strict=True), start=first)
-        ]
-
+    lengths = {"mean_prompt": _PROMPT_TOKENS.value, "mean_output": _OUTPUT_TOKENS.value}
+    core, device = make_loop(num_seqs, block_size=block_size, **lengths)
+    scheduler = core.scheduler
     # Enough to keep the queue filled to the end.
     total = num_seqs * (2 + 2 * _ITERATIONS.value // _OUTPUT_TOKENS.value)
-    backlog = requests(total, 0)
+    backlog = list(islice(endless_requests(_SEED.value, **lengths), total))
     start = time.perf_counter()
     for request in backlog[:num_seqs]:
         scheduler.add(request)
@@ -118,7 +61,7 @@ def run_case(num_seqs: int, block_size: int) -> Case:
     for request in backlog[num_seqs:]:
         scheduler.add(request)
 
-    executor.arrays_s.clear()
+    device.arrays_s.clear()
     all_s, decode_s, arrays_s = [], [], []
     for _ in range(_ITERATIONS.value):
         start = time.perf_counter()
@@ -127,7 +70,7 @@ def run_case(num_seqs: int, block_size: int) -> Case:
         all_s.append(elapsed)
         if not iteration.batch.prefills and not iteration.finished:
             decode_s.append(elapsed)
-            arrays_s.append(executor.arrays_s[-1])
+            arrays_s.append(device.arrays_s[-1])
     if not decode_s:
         raise ValueError(
             f"none of {len(all_s)} iterations with {num_seqs} sequences only decoded; raise "

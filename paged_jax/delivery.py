@@ -97,11 +97,11 @@ class Delivery:
         """Note tokens and times, and end what a stop string ends."""
         records, now = self._sequence_records, iteration.end_s
         result = iteration.result
-        no_tokens = set(result.failed)
-        for index, (seq, token, logprobs) in enumerate(
-            zip(iteration.sampled, result.tokens, result.logprobs, strict=True)
+        failed = {request.request_id for request in iteration.failed}
+        for seq, token, logprobs in zip(
+            iteration.sampled, result.tokens, result.logprobs, strict=True
         ):
-            if index in no_tokens:
+            if seq.request.request_id in failed:  # its token has been thrown away
                 continue
             record = records.get(seq.seq_id)
             if record is None:
@@ -164,7 +164,7 @@ class Delivery:
                 last = output
         self._calls = deque(call for call in self._calls if call[0] is not record)
         if last.finished:  # otherwise the callback has aborted it, and got what there is
-            self._outbox.append(replace(last, error=reason))
+            self._outbox.append(replace(last, error=last.error or reason))
 
     def abort(self, request_id: str) -> RequestOutput | None:
         """End a request in any state; returns what it has, None if it is not in work."""

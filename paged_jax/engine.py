@@ -69,7 +69,8 @@ class Engine:
     target_inter_token_s: seconds between two tokens of a running request, for which prefill is held
         back; None: as long as an iteration of max_num_batched_tokens takes.
     pipelined: plan an iteration while the device runs the one before, where its tokens do not
-        matter for that (`paged_jax.pipelining`). Outputs do not depend on it.
+        matter for that (`paged_jax.pipelining`); None: on a GPU, as a CPU would plan and compute on
+        the same cores. Outputs do not depend on it; a request that comes waits an iteration longer.
     dtype: of weights and cache; "auto": float32 on a CPU, bfloat16 on a GPU.
     attention, prefill_attention: an implementation of `pallas_kernels.paged_attention` for either
         step, by name, or "auto"; kv_write: likewise, of `pallas_kernels.kv_write`.
@@ -78,7 +79,8 @@ class Engine:
     seed: of requests that bring none.
     warm_up: compile every step in the background; one that is needed before has priority. `warm_up`
         waits until all are there, so that no request ever waits for one.
-    on_iteration: called with the statistics of every iteration; it must not abort requests.
+    on_iteration: called with the statistics of every iteration; it must not abort requests. If it
+        raises, a warning says so and it is not called again.
 
     ValueError, in one line, for anything that cannot work.
     """
@@ -102,7 +104,7 @@ class Engine:
         preemption_mode: PreemptionMode = "auto",
         swap_space_blocks: int | None = None,
         target_inter_token_s: float | None = None,
-        pipelined: bool = False,
+        pipelined: bool | None = None,
         dtype: str = "auto",
         attention: str = "auto",
         prefill_attention: str = "auto",
@@ -131,10 +133,12 @@ class Engine:
                 "preemption_mode": preemption_mode,
                 "swap_space_blocks": swap_space_blocks,
                 "target_inter_token_s": target_inter_token_s,
+                "pipelined": pipelined,
             },
         )
         self.dtype, self.block_size = limits.dtype, limits.block_size
         self.enable_prefix_caching = enable_prefix_caching and memory_policy == PAGED
+        self.pipelined = limits.pipelined
         self.max_num_seqs = limits.max_num_seqs
         self._seeds = np.random.default_rng(integer("seed", seed, low=0))
         self._next_seed = int(self._seeds.integers(2**32))
@@ -173,7 +177,7 @@ class Engine:
             self.executor,
             on_iteration=on_iteration,
             observers=[self.metrics_observer],
-            is_pipelined=pipelined,
+            is_pipelined=self.pipelined,
         )
         self._delivery = Delivery(self.core, self.tokenizer)
         self._numbers = itertools.count()
@@ -202,7 +206,8 @@ class Engine:
     ) -> list[RequestOutput]:
         """Complete prompts, in their order. One prompt may stand alone; so may its parameters.
 
-        Nothing runs unless all of them are valid. What others have added goes on meanwhile.
+        Nothing runs unless all of them are valid. What others have added goes on meanwhile. One
+        that fails brings its reason in `RequestOutput.error`.
         """
         many: Sequence[Any] = [prompts] if is_single_prompt(prompts) else prompts  # type: ignore[assignment]
         if params is None or isinstance(params, SamplingParams):

@@ -10,7 +10,7 @@ from paged_jax.executor.interface import Executor, StepResult
 from paged_jax.memory.usage import MemoryUsage
 from paged_jax.outputs import RequestOutput, error_text
 from paged_jax.pipelining import Flight, Pipeline, live_rows
-from paged_jax.recovery import recover, requests_of
+from paged_jax.recovery import carry_over, recover, requests_of
 from paged_jax.scheduling.batch import ScheduledBatch
 from paged_jax.scheduling.request import Request, Sequence
 from paged_jax.scheduling.scheduler import Scheduler
@@ -117,13 +117,21 @@ class EngineCore:
         survives_faults: bool = True,
     ):
         self.scheduler = scheduler
-        self.executor = executor
         self.clock = clock
         self.on_iteration = on_iteration
         self.observers = list(observers)
         self.num_iterations = 0
         self._survives_faults = survives_faults
         self._pipeline = Pipeline(scheduler, executor, clock, is_pipelined=is_pipelined)
+
+    @property
+    def executor(self) -> Executor:
+        """Another may take its place between two iterations."""
+        return self._pipeline.executor
+
+    @executor.setter
+    def executor(self, executor: Executor) -> None:
+        self._pipeline.executor = executor
 
     def add(self, request: Request) -> None:
         """Queue a request; ValueError as `Scheduler.add`."""
@@ -185,9 +193,11 @@ class EngineCore:
 
     def _execute(self) -> tuple[Flight, MemoryUsage | None, StepResult | Exception]:
         """Plan an iteration and run it, or get what it raised for the second time."""
-        is_again = False
+        failed: ScheduledBatch | None = None
         while True:
             flight = self._pipeline.take()
+            if failed is not None:
+                carry_over(failed, flight.batch)
             usage = self.scheduler.memory_usage() if self._wants_stats else None
             try:
                 return flight, usage, self._pipeline.run(flight)
@@ -199,9 +209,9 @@ class EngineCore:
                 self._tell(lambda observer: observer.on_recovery(self.clock()))
                 if not isinstance(error, Exception):
                     raise
-                if is_again:
+                if failed is not None:
                     return flight, usage, error
-                is_again = True
+                failed = flight.batch
                 _warn(f"a step has failed and is planned again: {error_text(error)}")
 
     def _fail_step(self, batch: ScheduledBatch, reason: str) -> list[Request]:
@@ -241,11 +251,13 @@ class EngineCore:
         batch, memory = iteration.batch, self.scheduler.memory
         # What an iteration that was planned ahead takes counts from when its predecessor ended.
         end_s = iteration.end_s if self._pipeline.has_next else self.clock()
+        wall_s = end_s - iteration.start_s
         stats = IterationStats(
             index=index,
             start_s=iteration.start_s,
-            wall_s=end_s - iteration.start_s,
-            device_s=iteration.result.device_s,
+            wall_s=wall_s,
+            # The executor has looked at its clock a moment before, at either end.
+            device_s=min(iteration.result.device_s, wall_s),
             num_decodes=len(batch.decodes),
             num_prefill_tokens=batch.num_prefill_tokens,
             num_prefill_seqs=len(batch.prefills),

@@ -9,9 +9,19 @@ from paged_jax.memory.policies import PAGED
 from paged_jax.models.config import ModelConfig
 from paged_jax.scheduling.preemption import PreemptionMode
 
-# A laptop's compute saturates early.
-_CPU = {"dtype": "float32", "max_num_seqs": 32, "max_num_batched_tokens": 256}
-_GPU = {"dtype": "bfloat16", "max_num_seqs": 256, "max_num_batched_tokens": 4096}
+# A laptop's compute saturates early, and takes the cores that would plan the next iteration.
+_CPU = {
+    "dtype": "float32",
+    "max_num_seqs": 32,
+    "max_num_batched_tokens": 256,
+    "pipelined": False,
+}
+_GPU = {
+    "dtype": "bfloat16",
+    "max_num_seqs": 256,
+    "max_num_batched_tokens": 4096,
+    "pipelined": True,
+}
 
 
 @dataclass(frozen=True)
@@ -35,6 +45,7 @@ class Limits:
     preemption_mode: PreemptionMode = "auto"
     swap_space_blocks: int | None = None
     target_inter_token_s: float | None = None
+    pipelined: bool = False
 
     @classmethod
     def of(cls, platform: str, given: dict[str, Any]) -> "Limits":
@@ -70,6 +81,7 @@ class Limits:
                 "max_num_batched_tokens", _or(given["max_num_batched_tokens"], budget)
             ),
             max_prefill_seqs=integer("max_prefill_seqs", given["max_prefill_seqs"]),
+            pipelined=_or(given["pipelined"], defaults["pipelined"]),
             **optional,
             **{name: given[name] for name in as_given},
         )

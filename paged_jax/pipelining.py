@@ -47,7 +47,7 @@ class Pipeline:
         is_pipelined: bool,
     ):
         self._scheduler = scheduler
-        self._executor = executor
+        self.executor = executor
         self._clock = clock
         self._is_pipelined = is_pipelined
         self._next: Flight | None = None
@@ -76,8 +76,8 @@ class Pipeline:
         if flight.error is not None:
             raise flight.error
         if not self._is_pipelined:
-            return self._executor.execute(flight.batch)
-        executor = cast(PipelinedExecutor, self._executor)
+            return self.executor.execute(flight.batch)
+        executor = cast(PipelinedExecutor, self.executor)
         if flight.pending is None:
             flight.pending = executor.dispatch(flight.batch)
         batch = self._scheduler.schedule_ahead(flight.batch)

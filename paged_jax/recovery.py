@@ -29,6 +29,16 @@ def recover(scheduler: Scheduler, executor: Executor) -> None:
         )
 
 
+def carry_over(failed: ScheduledBatch, batch: ScheduledBatch) -> None:
+    """Note in the plan that follows a failed one whom that has preempted and resumed.
+
+    That stands, though what was to be computed is planned again.
+    """
+    running = SequenceStatus.RUNNING
+    batch.preempted = failed.preempted + batch.preempted
+    batch.resumed = [seq for seq in failed.resumed if seq.status is running] + batch.resumed
+
+
 def requests_of(batch: ScheduledBatch) -> list[Request]:
     """Those that a batch computes or moves, each once."""
     sequences = [*batch.decodes, *(chunk.seq for chunk in batch.prefills), *batch.resumed]

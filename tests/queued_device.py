@@ -37,6 +37,8 @@ class QueuedDevice(Executor):
         self.clock = clock
         self.host_s, self.device_s = host_s, device_s
         self.events: list[tuple[str, int]] = []  # ("dispatch" | "result", number of the iteration)
+        # What the n-th call raises, as ("dispatch" | "result", n); negative n: once it is done.
+        self.faults: dict[tuple[str, int], BaseException] = {}
         self.bad_tokens: set[tuple[int, int]] = set()  # (sequence, length): rows not finite
         self.slots: dict[int, object] = {}
         self.host_slots: dict[int, object] = {}
@@ -48,16 +50,23 @@ class QueuedDevice(Executor):
         return self.dispatch(batch).result()
 
     def dispatch(self, batch: ScheduledBatch, *, after: "Job | None" = None) -> "Job":
+        number = self.num_dispatched
+        self.num_dispatched += 1
+        self.fail(("dispatch", number))
         assert self.memory.take_swaps() == (batch.swap_outs, batch.swap_ins)
         assert self.memory.take_copies() == batch.copies
         self.clock.now += self.host_s
-        job = Job(self, batch, after, self.num_dispatched)
-        self.num_dispatched += 1
+        job = Job(self, batch, after, number)
         self.events.append(("dispatch", job.number))
         job.start_s = max(self.clock.now, self.busy_until)
         job.end_s = self.busy_until = job.start_s + self.device_s
         self._queue.append(job)
+        self.fail(("dispatch", -1 - number))
         return job
+
+    def fail(self, call: tuple[str, int]) -> None:
+        if call in self.faults:
+            raise self.faults.pop(call)
 
     def compute_until(self, job: "Job") -> None:
         while job in self._queue:
@@ -128,7 +137,9 @@ class Job:
     def result(self) -> StepResult:
         device = self.device
         device.events.append(("result", self.number))
+        device.fail(("result", self.number))
         device.compute_until(self)
+        device.fail(("result", -1 - self.number))
         device.clock.now = max(device.clock.now, self.end_s)
         logprobs = [
             _logprobs(self.views[seq.seq_id]) if seq.request.params.wants_candidates else None

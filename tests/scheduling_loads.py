@@ -285,7 +285,9 @@ class Run:
     def check_group(self, request: Request, batch: ScheduledBatch) -> None:
         """All that ran of a request was preempted, and all of it in the same way."""
         statuses = {seq.status for seq in batch.preempted if seq.request is request}
-        assert len(statuses) == 1
+        # Who was alone, and has to start again, may do so at once.
+        again = {SequenceStatus.RUNNING, SequenceStatus.WAITING}
+        assert len(statuses) == 1 or statuses == again
         if any(seq.status is SequenceStatus.RUNNING for seq in request.sequences):
             assert self.scheduler.queues.runs_nothing_but(request) or not request.beam_search
 

@@ -139,6 +139,7 @@ def test_logits_that_are_no_longer_finite_end_a_request_with_what_it_has(tiny_mo
         out.token_ids[: at + 1] for out in whole.outputs
     ]
     assert {out.finish_reason for out in outputs["bad"].outputs} == {"error"}
+    assert [len(times) for times in outputs["bad"].metrics.token_times_s] == [at + 1] * n
     assert essence(outputs["good"]) == essence(other)
 
 

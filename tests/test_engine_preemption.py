@@ -4,6 +4,8 @@ Whichever way blocks are taken from who runs, and however small the host pool: t
 log-probabilities and beams are those of a run in which nobody is preempted.
 """
 
+from contextlib import suppress
+
 import pytest
 from conftest import SMALL_LIMITS, assert_idle
 from mixed_requests import BOS, TEXT
@@ -55,12 +57,13 @@ def logprobs_of(output) -> list[float]:
 
 
 def serve(engine) -> list:
-    """The workload's outputs; the invariants hold after each step."""
+    """The workload's outputs; the invariants hold after each step, interrupted or not."""
     scheduler, outputs = engine.core.scheduler, {}
     for i, (prompt, params) in enumerate(workload()):
         engine.add_request(f"{i}", prompt, params)
     while engine.has_work:
-        outputs |= {output.request_id: output for output in engine.step()}
+        with suppress(KeyboardInterrupt):
+            outputs |= {output.request_id: output for output in engine.step()}
         scheduler.memory.check_invariants()
     assert_idle(engine)
     return [outputs[f"{i}"] for i in range(len(outputs))]
@@ -137,3 +140,60 @@ def test_a_host_pool_that_is_too_small_is_used_as_far_as_it_goes(
     assert (scheduler.num_preemptions_by_swap > 0) == (num_swap_blocks == 40)
     assert scheduler.num_recomputed_tokens > 0
     assert scheduler.memory.num_free_swap_blocks == num_swap_blocks
+
+
+def test_interrupts_before_blocks_move_change_no_output(engine_of, wanted, quarter, monkeypatch):
+    """Who was to go may stay after all, and comes back into other blocks than it had."""
+    engine = engine_of(num_blocks=quarter, preemption_mode="swap", swap_space_blocks=4 * quarter)
+    dispatch = engine.executor.dispatch
+    seen = []
+
+    def interrupted(batch, **kwargs):
+        moves = batch.swap_outs + batch.swap_ins + batch.resumed
+        if moves and seen[-2:] != [True, True]:
+            seen.append(True)
+            raise KeyboardInterrupt
+        seen.append(False)
+        return dispatch(batch, **kwargs)
+
+    monkeypatch.setattr(engine.executor, "dispatch", interrupted)
+    assert_same(serve(engine), wanted)
+    assert seen.count(True) > 10
+    assert engine.core.scheduler.num_swapped_in_blocks > 0
+
+
+def test_who_comes_back_before_it_has_gone_is_found_in_its_new_blocks(
+    engine_of, engine, quarter, monkeypatch
+):
+    """The step that was to move it is interrupted, and then there is room for it after all."""
+    params = SamplingParams(temperature=0, max_tokens=100, ignore_eos=True)
+    prompts = [[BOS, *TEXT[start:].encode()[:149]] for start in (500, 2500)]
+    [wanted] = engine.generate(prompts[1], params, progress=False)
+
+    small = engine_of(
+        num_blocks=quarter,
+        preemption_mode="swap",
+        swap_space_blocks=quarter,
+        enable_prefix_caching=False,  # which would hold its old blocks ready
+    )
+    assert quarter * BLOCK_SIZE < 2 * 249, "too much for both"
+    dispatch = small.executor.dispatch
+
+    def interrupted(batch, **kwargs):
+        if batch.swap_outs and batch.preempted:
+            raise KeyboardInterrupt
+        return dispatch(batch, **kwargs)
+
+    monkeypatch.setattr(small.executor, "dispatch", interrupted)
+    for name, prompt in zip(("old", "young"), prompts, strict=True):
+        small.add_request(name, prompt, params)
+    while not small.core.scheduler.num_swapped:
+        with suppress(KeyboardInterrupt):
+            small.step()
+    small.abort("old")
+    outputs = []
+    while small.has_work:
+        outputs += small.step()
+    assert small.core.scheduler.num_swapped_in_blocks > 0
+    assert [tokens_of(output) for output in outputs] == [tokens_of(wanted)]
+    assert_idle(small)

@@ -8,6 +8,7 @@ from device_faults import CALLS, TAKE_THE_CACHE, Faults
 from mixed_requests import TEXT, essence
 
 from paged_jax import SamplingParams
+from paged_jax.executor import jax_executor
 
 LETTERS = TEXT.encode()
 
@@ -194,6 +195,37 @@ def test_an_interrupted_step_is_no_fault_and_loses_nothing(small, wanted, monkey
         small.core.scheduler.memory.check_invariants()
     assert num_interrupts == 1
     assert essences(outputs) == wanted
+
+
+def test_whoever_cannot_be_swapped_out_ends_with_the_step_that_was_to_do_it(small, monkeypatch):
+    """Left as it is, it would fail every step to come."""
+    faults = Faults(monkeypatch, "read_step", times=2)
+    add(small)
+    with pytest.warns(RuntimeWarning, match="a step has failed"):
+        while faults.num_raised < 2:
+            small.step()
+    assert small.core.scheduler.num_swapped == 0
+    memory = small.core.scheduler.memory
+    assert memory.num_free_swap_blocks == memory.num_swap_blocks
+    finish(small)
+
+
+def test_an_engine_without_room_for_a_new_cache_says_so_and_goes_on_when_there_is(
+    small, wanted, monkeypatch
+):
+    Faults(monkeypatch, "decode_step", at=3, when="after")
+    add(small)
+    with monkeypatch.context() as patch:
+        patch.setattr(jax_executor.jnp, "zeros", no_room)
+        with pytest.raises(MemoryError):
+            finish(small)
+    with pytest.warns(RuntimeWarning, match="planned again"):
+        outputs = finish(small)
+    assert essences(outputs) == wanted
+
+
+def no_room(*args):
+    raise MemoryError
 
 
 def test_pinned_prefixes_that_go_with_the_cache_are_reported(small, wanted, monkeypatch):

@@ -3,6 +3,7 @@
 import urllib.error
 import urllib.request
 from contextlib import closing
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -14,6 +15,7 @@ from paged_jax.observability.prometheus import start_metrics_server
 from paged_jax.scheduling.fitting import QueueFull
 
 GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
+LONG = replace(GREEDY, max_tokens=30)
 
 
 @pytest.fixture
@@ -105,8 +107,9 @@ def test_every_request_and_token_is_counted_once(fresh_engine):
         assert figures[f"vllm:{name}_seconds_count"] == 6
 
 
-def test_latencies_are_those_of_the_outputs(fresh_engine):
-    engine = fresh_engine(num_blocks=3, enable_prefix_caching=False)
+@pytest.mark.parametrize("pipelined", [False, True])
+def test_latencies_are_those_of_the_outputs(fresh_engine, pipelined):
+    engine = fresh_engine(num_blocks=3, enable_prefix_caching=False, pipelined=pipelined)
     outputs = engine.generate([[n + 1] * 9 for n in range(5)], GREEDY, progress=False)
     metrics = [output.metrics for output in outputs]
     gaps = np.concatenate([np.diff(each.token_times_s[0]) for each in metrics])
@@ -196,6 +199,35 @@ def test_a_request_that_fails_has_neither_a_first_token_nor_a_latency(fresh_engi
     assert figures["vllm:e2e_request_latency_seconds_count"] == 0
     assert figures["vllm:prompt_tokens_total"] == figures["vllm:generation_tokens_total"] == 0
     assert figures["vllm:num_requests_running"] == 0
+
+
+def test_a_first_token_that_means_nothing_is_none(fresh_engine, monkeypatch):
+    engine = fresh_engine()
+    execute = engine.executor.execute
+
+    def not_finite(batch):
+        result = execute(batch)
+        return replace(result, failed=list(range(len(result.tokens))))
+
+    monkeypatch.setattr(engine.executor, "execute", not_finite)
+    [output] = engine.generate([5, 6], GREEDY, progress=False)
+    assert "not finite" in output.error
+    figures = engine.metrics()
+    assert figures["vllm:time_to_first_token_seconds_count"] == 0
+    assert figures["vllm:prompt_tokens_total"] == figures["vllm:generation_tokens_total"] == 0
+
+
+def test_nothing_is_kept_of_a_request_that_ends_while_it_is_preempted(fresh_engine):
+    engine = fresh_engine(num_blocks=3, enable_prefix_caching=False)
+    ids = [engine.add_request(None, [n + 1] * 9, LONG) for n in range(3)]
+    while not engine.core.scheduler.num_preemptions:
+        engine.step()
+    engine.step()
+    assert engine.metrics_observer._gaps._last_s
+    for request_id in ids:
+        engine.abort(request_id)
+    engine.generate([1, 2], SamplingParams(max_tokens=1), progress=False)
+    assert not engine.metrics_observer._gaps._last_s
 
 
 def test_nothing_of_a_request_is_kept_when_it_has_ended(fresh_engine):

@@ -23,14 +23,19 @@ TIGHT = SMALL_LIMITS | {"num_blocks": 6, "max_model_len": 96, "enable_prefix_cac
 @pytest.fixture(scope="module")
 def engine_of(tiny_model):
     """Engines with room for a part of what they are asked, by how they preempt."""
-    engines: dict[str, Engine] = {}
+    engines: dict[tuple[str, bool], Engine] = {}
 
-    def build(preemption_mode: str) -> Engine:
-        if preemption_mode not in engines:
-            engines[preemption_mode] = Engine(
-                tiny_model, **TIGHT, preemption_mode=preemption_mode, swap_space_blocks=8
+    def build(preemption_mode: str, *, pipelined: bool = False) -> Engine:
+        key = preemption_mode, pipelined
+        if key not in engines:
+            engines[key] = Engine(
+                tiny_model,
+                **TIGHT,
+                preemption_mode=preemption_mode,
+                swap_space_blocks=8,
+                pipelined=pipelined,
             )
-        return engines[preemption_mode]
+        return engines[key]
 
     return build
 
@@ -52,9 +57,11 @@ def instants(events: list[dict], name: str) -> list[dict]:
     return [event for event in events if event["ph"] == "i" and event["name"] == name]
 
 
-@pytest.mark.parametrize("mode", ["recompute", "swap"])
-def test_the_timeline_shows_each_phase_of_each_request_without_a_gap(engine_of, tmp_path, mode):
-    engine = engine_of(mode)
+@pytest.mark.parametrize(("mode", "pipelined"), [("recompute", False), ("swap", True)])
+def test_the_timeline_shows_each_phase_of_each_request_without_a_gap(
+    engine_of, tmp_path, mode, pipelined
+):
+    engine = engine_of(mode, pipelined=pipelined)
     scheduler = engine.core.scheduler
     total, by_swap = -scheduler.num_preemptions, -scheduler.num_preemptions_by_swap
     events = traced(engine, tmp_path / "trace.json")
@@ -127,6 +134,22 @@ def test_a_request_may_be_drawn_in_any_phase_when_it_ends(engine_of, tmp_path):
     assert requests[ids[1]].args["finish_reason"] is None
     [refused] = instants(events, "refused")
     assert "outside the vocabulary" in refused["args"]["reason"]
+
+
+def test_a_request_that_arrived_before_others_ended_is_drawn_beside_them(engine_of, tmp_path):
+    """It was added later, as requests are that arrive while an iteration runs."""
+    engine = engine_of("recompute")
+    path = tmp_path / "trace.json"
+    with watch(engine.core, ChromeTrace(path, engine.core)):
+        engine.generate([5] * 16, GREEDY, progress=False)
+        early = engine.core.clock() - 1e-3
+        engine.add_request("early", [6] * 16, GREEDY, arrival_time=early)
+        while engine.has_work:
+            engine.step()
+        engine.generate([7] * 16, GREEDY, progress=False)
+    tracks = spans(read_trace(path))
+    assert [span.name for span in tracks["requests, lane 1"]] == ["early"]
+    assert len(tracks["requests, lane 0"]) == 2
 
 
 def test_samples_and_beams_are_drawn_as_one_request(engine_of, tmp_path):

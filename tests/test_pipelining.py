@@ -227,7 +227,11 @@ def random_requests(rng: random.Random) -> list[dict]:
     ]
 
 
-def run_random(seed: int, *, is_pipelined: bool):
+class Interrupted(BaseException):
+    pass
+
+
+def run_random(seed: int, *, is_pipelined: bool, num_faults: int = 0):
     """With aborts, stop strings and rows that are not finite at the same points of each output."""
     rng = random.Random(seed)
     block_size = rng.choice([2, 4])
@@ -246,13 +250,19 @@ def run_random(seed: int, *, is_pipelined: bool):
     run = Run(is_pipelined=is_pipelined, **limits)
     bad = {(i, requests[i]["num_prompt"] + rng.randint(0, 8)) for i in NOT_FINITE}
     run.device.bad_tokens = bad
+    for at in rng.sample(range(0, 120, 8), num_faults):  # no plan is at fault twice
+        call = rng.choice(["dispatch", "result"]), rng.choice([at, -1 - at])
+        run.device.faults[call] = rng.choice([Interrupted(), RuntimeError("at fault")])
     added = []
     while len(added) < len(requests) or run.scheduler.has_work:
         if len(added) < len(requests) and (rng.random() < 0.5 or not run.scheduler.has_work):
             added.append(run.add(f"r{len(added)}", **requests[len(added)]))
         if not run.scheduler.has_work:
             continue
-        iteration = run.step()
+        try:
+            iteration = run.step()
+        except Interrupted:
+            continue
         assert len(iteration.result.tokens) == len(iteration.sampled)
         for i, (reason, length) in ends.items():
             for seq in added[i].sequences if i < len(added) else ():
@@ -273,3 +283,13 @@ def test_random_workloads_come_out_as_without_pipelining(seed):
         f"r{i}" for i, request in enumerate(wanted) if "error" in {reason for _, reason in request}
     ]
     assert run.num_ahead > 0
+
+
+@pytest.mark.filterwarnings("ignore:a step has failed and is planned again:RuntimeWarning")
+@pytest.mark.parametrize("seed", range(30))
+def test_calls_to_the_device_that_raise_change_no_output(seed):
+    """Or are interrupted: at a dispatch or a result, ahead or not, before it is done or after."""
+    _, wanted, _ = run_random(seed, is_pipelined=False)
+    run, found, _ = run_random(seed, is_pipelined=True, num_faults=12)
+    assert len(run.device.faults) < 12
+    assert found == wanted

@@ -42,6 +42,16 @@ def test_without_chunks_a_prompt_that_does_not_fit_beside_others_comes_first_in_
     assert chunks(run_step(scheduler, executor)) == [("b", 0, 8), ("c", 0, 2)]
 
 
+def test_without_chunks_a_prompt_that_does_not_fit_is_not_passed_by_a_smaller_one():
+    scheduler = whole_prompts(policy="static")
+    executor = FakeExecutor(scheduler.memory, never_ends)
+    for name, num_prompt in (("a", 10), ("b", 8), ("c", 2)):
+        scheduler.add(make_request(name, num_prompt, max_tokens=1))
+    assert chunks(run_step(scheduler, executor)) == [("a", 0, 10)]
+    assert scheduler.num_running == 2, "all are admitted, and a has ended"
+    assert chunks(run_step(scheduler, executor)) == [("b", 0, 8), ("c", 0, 2)]
+
+
 def test_without_chunks_prompts_are_not_cut_to_save_padding_either():
     scheduler = whole_prompts(prefill_sizes=(2, 16))
     scheduler.add(make_request("a", 7, max_tokens=1))
@@ -115,7 +125,7 @@ def test_a_target_that_cannot_be_met_starves_nobody():
     """Nor does it make the executor pad: a chunk is at least the smallest step."""
     estimates = estimates_of(decode_s=2.0, fixed_s=1.0, token_s=0.2)
     limits = {"target_inter_token_s": 0.5, "estimates": estimates}
-    assert chunks_beside_a_decode(prefill_sizes=(5, 64), **limits) == [5] * 8
+    assert chunks_beside_a_decode(prefill_sizes=(5, 40), **limits) == [5] * 8
 
 
 def test_without_decodes_the_target_does_not_count():

@@ -88,6 +88,60 @@ def test_the_swapped_decode_in_the_iteration_that_resumes_them():
     assert "c" in names(batch.decodes)
 
 
+def test_the_swapped_are_not_overtaken():
+    scheduler = make_scheduler(num_blocks=10, preemption_mode="swap", num_swap_blocks=8)
+    executor = FakeExecutor(scheduler.memory, never_ends)
+    for name in "abc":
+        scheduler.add(make_request(name, 7, max_tokens=9))
+    while not scheduler.num_swapped:
+        run_step(scheduler, executor)
+    scheduler.add(make_request("small", 1, max_tokens=1))
+    while scheduler.num_swapped:
+        assert scheduler.memory.num_free_blocks > 0
+        batch = run_step(scheduler, executor)
+        assert names(batch.resumed) == ["c"] * (not scheduler.num_swapped)
+        assert bool(batch.prefills) <= bool(batch.resumed)
+    run_to_end(scheduler, executor)
+
+
+def test_beams_that_wait_behind_another_request_give_up_their_blocks_to_it():
+    """One of two beams has been computed again when a more urgent request comes: no more fits."""
+    scheduler = make_scheduler(num_blocks=11, block_size=2, policy="priority")
+    executor = FakeExecutor(scheduler.memory)
+    params = {"beam_width": 2, "max_tokens": 6, "ignore_eos": True}
+    search = make_request("search", 5, seed=1, priority=1, **params)
+    first = make_request("first", 4, max_tokens=14, ignore_eos=True)
+    scheduler.add(search)
+    run_step(scheduler, executor)
+    scheduler.add(first)
+    while not scheduler.num_preemptions:
+        run_step(scheduler, executor)
+    scheduler.abort("first")
+    run_step(scheduler, executor)
+    assert [seq.candidates is None for seq in search.sequences] == [False, True]
+    scheduler.add(make_request("urgent", 18, priority=-1, max_tokens=1))
+    batch = run_step(scheduler, executor)
+    assert (batch.preempted, chunks(batch)) == ([search.sequences[0]], [("urgent", 0, 18)])
+    run_to_end(scheduler, executor)
+    assert outputs(search) == alone(5, seed=1, **params)
+
+
+def test_as_many_are_resumed_at_once_as_have_blocks_to_grow_into():
+    scheduler = make_scheduler(
+        num_blocks=12, block_size=1, preemption_mode="swap", num_swap_blocks=20
+    )
+    executor = FakeExecutor(scheduler.memory, never_ends)
+    scheduler.add(make_request("a", 3, max_tokens=8))
+    for name in "bcd":
+        scheduler.add(make_request(name, 1, max_tokens=6))
+    while scheduler.num_swapped < 3:
+        run_step(scheduler, executor)
+    scheduler.abort("a")
+    batch = run_step(scheduler, executor)
+    assert (names(batch.resumed), batch.preempted) == (["b", "c"], [])
+    run_to_end(scheduler, executor)
+
+
 def test_all_samples_of_a_request_are_preempted_together_and_resumed_together():
     scheduler = make_scheduler(
         num_blocks=11, block_size=4, preemption_mode="swap", num_swap_blocks=10

@@ -139,7 +139,8 @@ def test_steps_move_what_they_are_given_and_little_more():
 def test_a_step_stages_a_bounded_number_of_bytes():
     limit = swap_pool.STAGING_BYTES
     assert SwapPool(cache_of(limit // 10), 20).buckets == [1, 4, 10]
-    assert SwapPool(cache_of(2 * limit), 1).buckets == [1]
+    assert SwapPool(cache_of(2 * limit), 3).buckets == [1]
+    assert SwapPool(cache_of(64), 9).buckets == [1, 4, 9]
 
 
 def test_without_a_host_pool_there_are_no_steps(engine):

@@ -26,7 +26,7 @@ def read_trace(path: Path) -> list[dict]:
         assert event["ph"] in {"X", "B", "E", "i", "C", "M"}
         for key in ("pid", "tid", "ts"):
             assert isinstance(event[key], int)
-            assert event[key] >= 0
+            assert event[key] >= (key != "ts")
         assert isinstance(event["args"], dict)
         if event["ph"] != "E":
             assert isinstance(event["name"], str)

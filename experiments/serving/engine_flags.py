@@ -41,7 +41,7 @@ def define(values: flags.FlagValues) -> None:
     def count(name: str, default: int | None, description: str, low: int = 1) -> None:
         flags.DEFINE_integer(name, default, description, lower_bound=low, flag_values=values)
 
-    def switch(name: str, default: bool, description: str) -> None:
+    def switch(name: str, default: bool | None, description: str) -> None:
         flags.DEFINE_bool(name, default, description, flag_values=values)
 
     text("model", "smollm2", "smollm2 (an installed package), a Hugging Face folder or a .gguf.")
@@ -99,7 +99,11 @@ def define(values: flags.FlagValues) -> None:
         "Seconds between two tokens of a request, for which prefill is held back; default: none.",
         flag_values=values,
     )
-    switch("pipelined", False, "Plan an iteration while the device runs the one before.")
+    switch(
+        "pipelined",
+        None,
+        "Plan an iteration while the device runs the one before; default: on a GPU, not on a CPU.",
+    )
     flags.DEFINE_enum(
         "dtype",
         "auto",
@@ -137,4 +141,5 @@ def engine_facts(engine: Engine) -> dict[str, Any]:
         "max_num_seqs": engine.max_num_seqs,
         "max_num_batched_tokens": engine.max_num_batched_tokens,
         "max_model_len": engine.max_model_len,
+        "pipelined": engine.pipelined,
     }

@@ -166,9 +166,12 @@ class JaxExecutor:
 
     @property
     def cache_is_lost(self) -> bool:
-        """Whether a step that failed has taken the cache with it: donated, or not computed."""
+        """Whether a step that failed has taken the cache with it: donated, or not computed.
+
+        So it is as well if there was no room for the one that was to take its place.
+        """
         leaves = jax.tree.leaves(self.cache)
-        if any(leaf.is_deleted() for leaf in leaves):
+        if any(not isinstance(leaf, jax.Array) or leaf.is_deleted() for leaf in leaves):
             return True
         try:
             jax.block_until_ready(leaves)
@@ -227,7 +230,7 @@ class JaxExecutor:
         ]
         bucket = bucket_of(self._head_buckets, len(rows))
         history: ArrayLike = self._rows.no_history(bucket)
-        if any(seq.request.params.needs_history for seq in seqs):
+        if any(seq.needs_history for seq in seqs):
             history = np.zeros((bucket, self._max_model_len), np.int32)
             for row, seq in enumerate(seqs):
                 history[row, : seq.num_tokens] = seq.token_ids

@@ -45,7 +45,7 @@ class SwapPool:
         leaf, num_leaves = cache.k[0], 2 * len(cache.k)
         self.blocks = np.empty((num_blocks, num_leaves, *leaf.shape[1:]), leaf.dtype)
         block_bytes = math.prod(self.blocks.shape[1:]) * self.blocks.itemsize
-        largest = max(1, min(MAX_STEP_BLOCKS, STAGING_BYTES // block_bytes))
+        largest = max(1, min(MAX_STEP_BLOCKS, STAGING_BYTES // block_bytes, num_blocks))
         sizes = (size for size in (1, 4, 16, MAX_STEP_BLOCKS) if size < largest)
         self.buckets = [*sizes, largest] if num_blocks else []
 

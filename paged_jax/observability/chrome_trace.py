@@ -21,7 +21,7 @@ from paged_jax.outputs import RequestOutput
 from paged_jax.scheduling.request import Request, SequenceStatus
 
 ENGINE, REQUESTS = 1, 2  # pid
-ITERATIONS, PREFILL, DECODE, SWAPS, PREEMPTIONS = 1, 2, 3, 4, 5  # tid
+ITERATIONS, PREFILL, DECODE, SWAPS, PREEMPTIONS = 11, 12, 13, 14, 15  # tid
 FIRST_LANE = 100  # tid of the requests' first track
 
 

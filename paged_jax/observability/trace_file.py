@@ -18,7 +18,8 @@ Args = Mapping[str, Any]
 class TraceFile:
     """Events on tracks, which are threads (`tid`) of processes (`pid`) in the format's words.
 
-    Spans of one track must nest. ValueError for a path that cannot be written.
+    Numbers are positive, as 0 is an idle processor to Perfetto. Spans of one track must nest.
+    ValueError for a path that cannot be written.
     """
 
     def __init__(self, path: str | Path):
@@ -28,7 +29,7 @@ class TraceFile:
     def process(self, pid: int, name: str) -> None:
         """Name a group of tracks; groups are sorted by number."""
         for event, args in (("process_name", {"name": name}), ("process_sort_index", _sort(pid))):
-            self._write({"ph": "M", "pid": pid, "tid": 0, "ts": 0, "name": event, "args": args})
+            self._write({"ph": "M", "pid": pid, "tid": pid, "ts": 0, "name": event, "args": args})
 
     def track(self, pid: int, tid: int, name: str) -> None:
         """Name a track; tracks are sorted by number."""
@@ -56,7 +57,7 @@ class TraceFile:
 
     def counter(self, pid: int, name: str, time: int, values: Mapping[str, int]) -> None:
         """Values from this time on, drawn as one stack or one line each."""
-        event = {"ph": "C", "pid": pid, "tid": 0, "ts": time, "name": name}
+        event = {"ph": "C", "pid": pid, "tid": pid, "ts": time, "name": name}
         self._write({**event, "args": values})
 
     def close(self) -> None:

@@ -40,8 +40,9 @@ class Admission:
         return self._policy.may_admit(self._queues.num_running)
 
     def resume(self, *, is_open: bool) -> list[Sequence]:
-        """Swap in those that are next; returns them. Each has a free block to grow into."""
-        queues, resumed = self._queues, []
+        """Swap in those that are next; returns them. Free blocks are left for each to grow into."""
+        queues = self._queues
+        resumed: list[Sequence] = []
         while queues.next_is_swapped:
             group = queues.next_swapped()
             request = group[0].request
@@ -54,7 +55,7 @@ class Admission:
                 [seq.seq_id for seq in group],
                 {seq.seq_id: seq.token_ids for seq in group},
                 salt=request.salt,
-                keep_free_blocks=self._keep_free_blocks(request) + len(group),
+                keep_free_blocks=self._keep_free_blocks(request) + len(resumed) + len(group),
             ):
                 for seq in group:
                     queues.move(seq, SequenceStatus.RUNNING, is_prefilling=seq.is_prefilling)

@@ -16,6 +16,8 @@ None means that the plan has to wait for the tokens:
   host.
 """
 
+from bisect import insort
+
 from paged_jax.memory.interface import MemoryManager
 from paged_jax.scheduling.batch import ScheduledBatch
 from paged_jax.scheduling.queues import order
@@ -28,17 +30,20 @@ def decodes_after(batch: ScheduledBatch, memory: MemoryManager) -> list[Sequence
         return None
     running = SequenceStatus.RUNNING
     going_on = [seq for seq in batch.decodes if seq.status is running]
-    firsts = [seq for seq in batch.first_sampled() if seq.status is running]
-    if firsts:
-        going_on = sorted(going_on + firsts, key=order)
-    decodes = [seq for seq in going_on if len(seq.token_ids) + 1 < seq.max_num_tokens]
-    if any(seq.is_beam or seq.request.params.needs_history for seq in decodes):
-        return None
+    for seq in batch.first_sampled():
+        if seq.status is running:
+            insort(going_on, seq, key=order)
+    decodes: list[Sequence] = []
     append, block_size = memory.append, memory.block_size
-    for seq in decodes:
+    for seq in going_on:
         num_tokens = len(seq.token_ids) + 1
+        if num_tokens >= seq.max_num_tokens:
+            continue
+        if seq.is_beam or seq.needs_history:
+            return None
         if num_tokens > seq.num_writable_slots:
             if not append(seq.seq_id, num_tokens):
                 return None
             seq.num_writable_slots = -(-num_tokens // block_size) * block_size
+        decodes.append(seq)
     return decodes

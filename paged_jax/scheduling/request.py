@@ -43,6 +43,7 @@ class Sequence:
         "is_prefilling",  # whether it runs, or did, with more than its newest token to compute
         "max_num_tokens",  # length at which it ends, prompt included
         "min_num_tokens",  # length below which no token ends it, prompt included
+        "needs_history",  # whether a step needs its tokens so far, not the newest alone
         "num_computed_tokens",  # tokens whose keys and values are in the cache
         "num_prompt_tokens",
         "num_writable_slots",  # leading slots that it decodes into without asking; 0: unknown
@@ -65,6 +66,7 @@ class Sequence:
         self.min_num_tokens = self.num_prompt_tokens + params.min_tokens
         self.num_computed_tokens = self.num_writable_slots = 0
         self.is_beam = params.beam_width is not None
+        self.needs_history = params.needs_history
         self.cumulative_logprob = 0.0
         self.candidates: tuple[tuple[int, float], ...] | None = None  # (token, log-probability)
         self.status = SequenceStatus.WAITING

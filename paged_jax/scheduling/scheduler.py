@@ -3,22 +3,25 @@
 Progress: every request ends, whatever the policy, as long as only finitely many can come to stand
 before any given one (see `policies`). All decisions are taken in order of rank, which is fixed.
 
-Take the first unfinished request in that order, once no other will come to stand before it. If one
-of its sequences runs, that is preempted for no other request: victims are taken from the end. It
-is preempted for itself only if it is alone and its beams hold too many blocks, which they do not
-once they have been computed again one after the other, or if it has siblings to make room for. The
-token budget is at least `max_num_seqs`, and decodes take one token each, so it leaves one for the
-first sequence that is not fully prefilled; a target for the time between tokens leaves one as well.
-Hence each iteration computes at least one token of it, and it ends. If none of its sequences runs,
-it is the next to be admitted and nobody else is. The same holds for the first of those that run, so
-they end one by one or are preempted, at the latest until nothing runs; and then it is admitted: no
-watermark applies, `add` has made sure that it fits, and what is swapped out but cannot come back as
-it was is recomputed. Under static batching the others end likewise. By induction all end.
+Take the first unfinished request in that order, once no other will come to stand before it.
 
-The beams of a search count as one sequence in this: they stand side by side, are preempted
-together, and go on when all of them have been computed. A sequence waits while a sibling is being
-prefilled, to share what that computes. Where beams that run would wait for siblings which another
-request keeps from being admitted, with nothing else to run, they give up their blocks.
+- One of its sequences runs. No other request preempts it: victims are taken from the end. If it is
+  alone, it may have to make room for itself: a sample's sequences then go on one after the other,
+  and beams that hold blocks twice are computed again, each finding what the others have in common
+  with it. The token budget is at least `max_num_seqs`, and decodes take one token each, so it
+  leaves one for the first sequence that is not fully prefilled; a target for the time between
+  tokens does too. So each iteration computes at least one token of it, but for the one that admits
+  it, which may leave it out to save padding, and while beams wait for others, which are the next
+  to be admitted.
+- None of them runs. It is the next to be admitted, and nobody else is. By what was just said, the
+  first of those that run goes on until it ends, and then the next, until there is room; at the
+  latest when nothing runs. No watermark applies then, `add` has made sure that it fits, and what is
+  swapped out but cannot come back as it was is computed again. The same holds for a static batch.
+
+Hence it ends, and by induction all do. The beams of a search are preempted together, and go on when
+all of them have been computed; a sequence waits while a sibling is being prefilled, to share what
+that computes. Where beams that run wait for siblings which cannot be admitted, because another
+request comes before them, and nothing else is left to compute, they give up their blocks.
 
 Preemptions are bounded. Each time a request is preempted, it leaves about twice as many blocks free
 when it is admitted again, so after log2(blocks) + 1 times it is admitted only when nothing runs;
@@ -34,6 +37,7 @@ from paged_jax.scheduling.admission import Admission
 from paged_jax.scheduling.ahead import decodes_after
 from paged_jax.scheduling.batch import ScheduledBatch
 from paged_jax.scheduling.chunking import PrefillBudget, PrefillPlan
+from paged_jax.scheduling.counters import Counters
 from paged_jax.scheduling.ending import Unfinished
 from paged_jax.scheduling.estimates import StepEstimates
 from paged_jax.scheduling.fitting import check_fits, check_queue, pin
@@ -48,7 +52,7 @@ from paged_jax.scheduling.request import FinishReason, Request, Sequence, Sequen
 from paged_jax.scheduling.results import Results
 
 
-class Scheduler:
+class Scheduler(Counters):
     """Decides what each iteration computes: schedule -> execute -> update.
 
     max_num_seqs: sequences that run at a time.
@@ -99,6 +103,7 @@ class Scheduler:
             watermark=watermark,
             enable_chunked_prefill=enable_chunked_prefill,
         )
+        super().__init__()
         self.memory = memory
         self.policy = make_policy(policy)
         self.estimates = StepEstimates() if estimates is None else estimates
@@ -134,9 +139,6 @@ class Scheduler:
         self._results = Results(memory, self.queues, self._unfinished, frozenset(eos_token_ids))
         self._num_added = 0
         self._num_blocks_left = 0  # free ones when an iteration was planned last
-        self.num_refused = 0  # requests that `add` has not taken
-        self.num_swapped_out_blocks = 0
-        self.num_swapped_in_blocks = 0
 
     def add(self, request: Request) -> None:
         """Queue a request.
@@ -345,52 +347,3 @@ class Scheduler:
     @property
     def has_work(self) -> bool:
         return bool(self._unfinished.requests)
-
-    @property
-    def num_running(self) -> int:
-        """Sequences that run; likewise for those that wait, and are swapped out."""
-        return self.queues.num_running
-
-    @property
-    def num_waiting(self) -> int:
-        return len(self.queues.waiting)
-
-    @property
-    def num_swapped(self) -> int:
-        return len(self.queues.swapped)
-
-    @property
-    def num_waiting_requests(self) -> int:
-        """Requests some of whose sequences wait or are swapped out."""
-        queues = self.queues
-        return len({seq.request.request_id for seq in (*queues.waiting, *queues.swapped)})
-
-    @property
-    def num_finished(self) -> int:
-        """Sequences that have ended, for whatever reason."""
-        return self._unfinished.num_finished
-
-    @property
-    def num_timeouts(self) -> int:
-        """Requests ended by their deadline."""
-        return self._unfinished.num_timeouts
-
-    @property
-    def num_preemptions(self) -> int:
-        """Times that blocks were taken from running sequences of a request, together."""
-        return self._preemption.num_preemptions
-
-    @property
-    def num_preemptions_by_swap(self) -> int:
-        """Of which by moving them to host memory."""
-        return self._preemption.num_preemptions_by_swap
-
-    @property
-    def num_swap_fallbacks(self) -> int:
-        """Times that blocks should have been kept in host memory, and were recomputed instead."""
-        return self._preemption.num_swap_fallbacks
-
-    @property
-    def num_recomputed_tokens(self) -> int:
-        """Tokens that were computed and lost."""
-        return self._preemption.num_recomputed_tokens

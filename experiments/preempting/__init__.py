@@ -1,0 +1,1 @@
+"""What `experiments.preemption` is made of."""

@@ -1,0 +1,1 @@
+"""What `experiments.tail_latency` is made of."""
