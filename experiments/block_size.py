@@ -70,10 +70,10 @@ _LOAD = flags.DEFINE_float(
 _MODEL = flags.DEFINE_string("model", "smollm2", "The real model's name or path.")
 _POOL_TOKENS = flags.DEFINE_integer("pool_tokens", 2048, "KV slots of the real run.", lower_bound=1)
 _NUM_REQUESTS = flags.DEFINE_integer(
-    "num_requests", None, "To the real model; default: 32, or 8 with --quick.", lower_bound=1
+    "num_requests", None, "To the real model; default: 16, or 8 with --quick.", lower_bound=1
 )
 _MAX_TOKENS = flags.DEFINE_integer(
-    "max_tokens", None, "Cuts its outputs; default: 256, or 32 with --quick.", lower_bound=1
+    "max_tokens", None, "Cuts its outputs; default: 128, or 32 with --quick.", lower_bound=1
 )
 _MAX_NUM_SEQS = flags.DEFINE_integer("max_num_seqs", 8, "Of the real run.", lower_bound=1)
 _MAX_MODEL_LEN = flags.DEFINE_integer("max_model_len", 1024, "Of the real run.", lower_bound=2)
@@ -130,8 +130,8 @@ def run_real(block_sizes: list[int]) -> list[Row]:
         pool_tokens=_POOL_TOKENS.value,
         max_num_seqs=_MAX_NUM_SEQS.value,
         max_model_len=_MAX_MODEL_LEN.value,
-        num_requests=preset(_NUM_REQUESTS, is_quick, quick=8, full=32),
-        max_tokens=preset(_MAX_TOKENS, is_quick, quick=32, full=256),
+        num_requests=preset(_NUM_REQUESTS, is_quick, quick=8, full=16),
+        max_tokens=preset(_MAX_TOKENS, is_quick, quick=32, full=128),
         rounds=rounds,
         seed=_SEED.value,
     )

@@ -56,14 +56,12 @@ class Section:
 
     step: Step
     folder: Path
-    outcome: Outcome | None  # None: the experiment is not there
+    outcome: Outcome
     claims: list[Claim]
 
     @property
     def failure(self) -> str | None:
-        """Why there is nothing to show."""
-        if self.outcome is None:
-            return f"experiments/{self.step.name}.py is not there"
+        """Why there is nothing to show; None where it succeeded."""
         if not self.outcome.succeeded:
             return f"exit code {self.outcome.returncode}: {self.outcome.last_line}"
         return None
@@ -74,15 +72,14 @@ class Section:
 
     @property
     def command(self) -> str:
-        assert self.outcome is not None
         return f"python {shlex.join(self.outcome.command[1:])}"
 
 
 def summary(sections: Sequence[Section]) -> dict[str, int]:
-    """How many claims got each verdict, and how many experiments have nothing to show."""
+    """How many claims got each verdict, and how many experiments failed."""
     verdicts = [claim.verdict for section in sections for claim in section.claims]
     counts = {verdict: verdicts.count(verdict) for verdict in VERDICTS}
-    return counts | {"experiments that did not run": sum(s.failure is not None for s in sections)}
+    return counts | {"experiments that failed": sum(s.failure is not None for s in sections)}
 
 
 def claim_rows(claims: Sequence[Claim]) -> list[tuple[str, str, str, str, str]]:
@@ -109,7 +106,7 @@ def markdown(
     for section in sections:
         parts.append(f"\n## {section.step.title}\n\n")
         if section.failure is not None:
-            parts.append(f"Did not run: {section.failure}\n")
+            parts.append(f"Failed: {section.failure}\n")
             continue
         if section.step.remark:
             parts.append(f"{section.step.remark}\n\n")
@@ -134,7 +131,7 @@ def html_page(title: str, sections: Sequence[Section], environment: Mapping[str,
     for section in sections:
         body.append(f"<h2>{escape(section.step.title)}</h2>")
         if section.failure is not None:
-            body.append(f'<p class="differs">Did not run: {escape(section.failure)}</p>')
+            body.append(f'<p class="differs">Failed: {escape(section.failure)}</p>')
             continue
         if section.step.remark:
             body.append(f"<p>{escape(section.step.remark)}</p>")
@@ -156,7 +153,6 @@ def html_page(title: str, sections: Sequence[Section], environment: Mapping[str,
 
 
 def _took(section: Section) -> str:
-    assert section.outcome is not None
     kept = ", kept from an earlier run" if section.outcome.was_kept else ""
     seconds, cpu_seconds = section.outcome.seconds, section.outcome.cpu_seconds
     return f"{seconds:.0f} s ({cpu_seconds:.0f} s of CPU time){kept}"
