@@ -49,7 +49,7 @@ from paged_jax.workloads import (
 _QUICK = flags.DEFINE_bool("quick", False, "A quarter of the simulated time, few real requests.")
 _RUNS = flags.DEFINE_list("runs", ["simulated", "real"], "simulated, real or both.")
 _LENGTHS = flags.DEFINE_list(
-    "lengths", ["sharegpt_served", "sharegpt"], f"Of the simulated runs: {', '.join(LENGTHS)}."
+    "lengths", ["sharegpt_served"], f"Of the simulated runs: {', '.join(LENGTHS)}."
 )
 _SYSTEMS = flags.DEFINE_list(
     "systems", ["orca_max", "orca_pow2", "orca_oracle", "paged"], "What is compared."
@@ -75,10 +75,16 @@ _REAL_POOL = flags.DEFINE_float(
     lower_bound=1,
 )
 _MAX_NUM_SEQS = flags.DEFINE_integer(
-    "max_num_seqs", 48, "Sequences of the real run at a time.", lower_bound=1
+    "max_num_seqs",
+    None,
+    "Sequences of the real run at a time, at most; default: 48, or 24 with --quick.",
+    lower_bound=1,
 )
 _MAX_NUM_BATCHED_TOKENS = flags.DEFINE_integer(
-    "max_num_batched_tokens", 128, "Tokens of an iteration of the real run.", lower_bound=1
+    "max_num_batched_tokens",
+    None,
+    "Tokens of an iteration of the real run; default: 128, or 64 with --quick.",
+    lower_bound=1,
 )
 _BLOCK_SIZE = flags.DEFINE_integer("block_size", 16, "Slots (tokens) of a KV block.", lower_bound=1)
 _SEED = flags.DEFINE_integer("seed", 0, "Of lengths, arrivals and prompts.", lower_bound=0)
@@ -209,8 +215,8 @@ def real_run(
         scheduling_policy=system.scheduling_policy,
         block_size=_BLOCK_SIZE.value,
         num_blocks=int(pool) // _BLOCK_SIZE.value,
-        max_num_seqs=_MAX_NUM_SEQS.value,
-        max_num_batched_tokens=_MAX_NUM_BATCHED_TOKENS.value,
+        max_num_seqs=preset(_MAX_NUM_SEQS, _QUICK.value, quick=24, full=48),
+        max_num_batched_tokens=preset(_MAX_NUM_BATCHED_TOKENS, _QUICK.value, quick=64, full=128),
         max_model_len=max_model_len,
         enable_prefix_caching=False,  # requests share nothing with each other
         seed=_SEED.value,
