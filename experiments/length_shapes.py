@@ -241,7 +241,7 @@ def plot(cases: list[Case], path: str) -> None:
     )
     right.set_yscale("log")
     right.set_ylabel("p99 time to first token (s)")
-    right.legend(title="lengths")
+    right.legend(fontsize=7, loc="upper center", ncols=3, bbox_to_anchor=(0.5, 1.1))
     figure.savefig(path, dpi=150)
     plt.close(figure)
 
