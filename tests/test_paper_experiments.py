@@ -31,7 +31,7 @@ def test_capacity_prints_the_papers_slots_and_plans_for_a_model_of_ones_own(tmp_
 def test_throughput_finds_rates_and_gains(tmp_path):
     results, _ = results_of(
         "throughput", tmp_path, "--quick", ONE_PROCESS, "--lengths=sharegpt",
-        "--systems=orca_max,paged", "--duration_s=5",
+        "--systems=orca_max,paged", "--duration_s=20", "--objective_s=0.04",
     )  # fmt: skip
     orca, paged = results["cases"]
     assert paged["rate"] > orca["rate"] > 0
@@ -59,14 +59,14 @@ def test_batched_requests_are_put_beside_the_papers(tmp_path):
 
 def test_beams_and_samples_are_served_by_paging_and_by_reservations(tmp_path):
     results, _ = results_of(
-        "parallel_and_beam", tmp_path, ONE_PROCESS, "--widths=2", "--duration_s=1",
-        "--systems=orca_oracle,paged",
+        "parallel_and_beam", tmp_path, ONE_PROCESS, "--widths=2", "--duration_s=2",
+        "--objective_s=0.04", "--systems=orca_oracle,paged",
     )  # fmt: skip
     cases = {(case["method"], case["system"]): case for case in results["cases"]}
     assert len(cases) == 6
-    for method in ("basic", "parallel", "beam"):
-        assert cases[method, "orca_oracle"]["rate"] > 0
-    assert cases["basic", "paged"]["rate"] > cases["parallel", "paged"]["rate"]
+    assert all(case["rate"] > 0 for case in cases.values())
+    for system in ("orca_oracle", "paged"):
+        assert cases["basic", system]["rate"] > cases["beam", system]["rate"]
     assert cases["basic", "orca_oracle"]["paper"] == 1.3
 
 
