@@ -43,7 +43,7 @@ STEPS = (
     ),
     Step(
         "memory_waste", "Where the KV memory goes (Figure 2)",
-        ("--quick", "--num_real_requests=16", "--max_num_seqs=8"), (), ("memory_waste.png",),
+        QUICK, (), ("memory_waste.png",),
         LENGTHS,
     ),
     Step(
