@@ -39,7 +39,7 @@ SMALL_REAL = ("--quick", "--max_num_seqs=8", "--max_num_batched_tokens=64")
 STEPS = (
     Step(
         "capacity", "What fits in a GPU (table 1, Figure 1)",
-        ("--quick", "--duration_s=60"), (), ("capacity.png",),
+        ("--quick", "--duration_s=60", "--systems=orca_oracle,paged"), (), ("capacity.png",),
     ),
     Step(
         "memory_waste", "Where the KV memory goes (Figure 2)",
@@ -83,7 +83,7 @@ STEPS = (
     ),
     Step(
         "block_size", "Block sizes, end to end (Figure 18b)",
-        ("--quick", "--block_size=1,8,16,32,128,256", "--duration_s=40"),
+        ("--quick", "--block_size=1,16,64,256", "--duration_s=40", "--real_block_size=16,64"),
         (), ("block_size.png",),
     ),
     Step(
