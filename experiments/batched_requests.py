@@ -25,7 +25,7 @@ from absl import flags
 
 from experiments import reporting
 from experiments.paper.parallel import run_all
-from experiments.paper.requests import check_lengths
+from experiments.paper.requests import check_lengths, note_on_length
 from experiments.paper.setups import SETUPS, find_setup
 from experiments.paper.simulations import Load, Point, serve_at
 from experiments.paper.systems import SYSTEMS, chosen_systems
@@ -134,6 +134,8 @@ def main() -> None:
     duration_s = preset(_DURATION_S, _QUICK.value, quick=300.0, full=3600.0)
     out_dir = reporting.make_out_dir(_OUT_DIR.value)
     deployment = find_setup(_MODEL.value).deployment
+    for lengths in dict.fromkeys(name for name, _ in loads):
+        print(note_on_length(lengths, deployment.model.max_model_len, _SEED.value))
     items = [
         (Load(system.name, deployment, lengths, duration_s, seed=_SEED.value), rate)
         for lengths, rate in loads

@@ -42,7 +42,7 @@ from experiments.paper.block_sizes import (
 )
 from experiments.paper.parallel import run_all
 from experiments.paper.prefixes import SHARED_PREFIXES
-from experiments.paper.requests import LENGTHS, check_lengths
+from experiments.paper.requests import LENGTHS, check_lengths, note_on_length
 from experiments.paper.setups import SETUPS, find_setup
 from experiments.paper.simulations import Load
 from experiments.sharing.presets import preset
@@ -110,6 +110,8 @@ def run_simulated(block_sizes: list[int]) -> list[Row]:
         )
         for workload in _WORKLOADS.value
     ]
+    for load in loads:
+        print(note_on_length(load.lengths, load.deployment.model.max_model_len, load.seed))
     served = run_all(served_rate, loads, description="what 16 serves", unit="workload")
     cases = [
         SimulatedCase(replace(load, block_size=size), _LOAD.value * rate)

@@ -33,7 +33,7 @@ from absl import flags
 from experiments import reporting
 from experiments.paper.curves import curve_points, plot_panel
 from experiments.paper.parallel import run_all
-from experiments.paper.requests import LENGTHS, check_lengths, draw
+from experiments.paper.requests import LENGTHS, check_lengths, draw, note_on_length
 from experiments.paper.setups import SETUPS, find_setup
 from experiments.paper.simulations import Load, Sustained, find_sustained
 from experiments.paper.systems import SYSTEMS, chosen_systems
@@ -145,6 +145,8 @@ def main() -> None:
     duration_s = preset(_DURATION_S, is_quick, quick=500.0, full=1200.0)
     out_dir = reporting.make_out_dir(_OUT_DIR.value)
 
+    for name in _LENGTHS.value:
+        print(note_on_length(name, setups[0].model.max_model_len, _SEED.value))
     loads = [
         Load(
             system.name,

@@ -1,5 +1,6 @@
 """What the experiments on the paper's figures share: set-ups, systems, requests, searches."""
 
+import re
 from dataclasses import replace
 
 import pytest
@@ -7,7 +8,7 @@ import pytest
 from experiments.paper import simulations
 from experiments.paper.block_sizes import Row, best_block_sizes, held_figures
 from experiments.paper.figure1 import memory_shares, throughput_by_batch
-from experiments.paper.requests import LENGTHS, draw, poisson_requests
+from experiments.paper.requests import LENGTHS, draw, note_on_length, poisson_requests
 from experiments.paper.setups import SETUPS, find_setup
 from experiments.paper.simulations import Load, Point, find_sustained, serve_at
 from experiments.paper.systems import SYSTEMS, chosen_systems
@@ -74,6 +75,15 @@ def test_requests_are_the_same_at_any_rate_and_for_any_number(lengths):
     )
     assert fast[-1].arrival_s < 10.0
     assert all(r.num_prompt_tokens + r.max_tokens <= 2048 for r in fast)
+
+
+def test_requests_that_do_not_fit_are_left_out_and_counted():
+    assert max(r.num_prompt_tokens + r.max_tokens for r in draw("alpaca", 99, 100, 0)) <= 100
+    note = note_on_length("alpaca", 100, 0)
+    [percent] = re.findall(r"alpaca: ([\d.]+) % are longer than 100 tokens and left out", note)
+    assert 15 < float(percent) < 40
+    with pytest.raises(ValueError, match="too few of the requests fit in 30 tokens"):
+        draw("alpaca", 99, 30, 0)
 
 
 def test_some_requests_begin_alike_where_prefixes_are_shared():
