@@ -8,8 +8,8 @@ Where the slots are that hold no token, over time, while requests wait: only the
 what runs. Lengths and policies decide that, not step times. Two runs:
 
     simulated  OPT-13B on an A100-40GB, 15.7K slots, as in the paper
-    real       SmolLM2 with a shorter longest sequence, and pool and lengths scaled likewise: the
-               same engine and kernels over each manager, and whether the outputs are the same
+    real       SmolLM2 with a shorter longest sequence; pool, lengths and blocks scaled likewise:
+               the same engine and kernels over each manager, and whether the outputs are the same
 
 The paper publishes the mean lengths alone. `sharegpt_served` has them, and outputs that vary as
 much as its figures imply: token states and reservations, over the batch sizes of Figure 13, come to
@@ -86,7 +86,9 @@ _MAX_NUM_BATCHED_TOKENS = flags.DEFINE_integer(
     "Tokens of an iteration of the real run; default: 128, or 64 with --quick.",
     lower_bound=1,
 )
-_BLOCK_SIZE = flags.DEFINE_integer("block_size", 16, "Slots (tokens) of a KV block.", lower_bound=1)
+_BLOCK_SIZE = flags.DEFINE_integer(
+    "block_size", 16, "Slots (tokens) of a KV block; scaled in the real run.", lower_bound=1
+)
 _SEED = flags.DEFINE_integer("seed", 0, "Of lengths, arrivals and prompts.", lower_bound=0)
 _OUT_DIR = flags.DEFINE_string("out_dir", "out/memory_waste", "Where the results go.")
 
@@ -209,12 +211,13 @@ def real_run(
 ) -> tuple[Waste, list[list[int]]]:
     """What was where, and each request's tokens."""
     pool = preset(_REAL_POOL, _QUICK.value, quick=3.3, full=7.68) * max_model_len
+    block_size = max(1, _BLOCK_SIZE.value * max_model_len // OPT_13B.model.max_model_len)
     engine = Engine(
         _MODEL.value,
         memory_policy=system.memory_policy,
         scheduling_policy=system.scheduling_policy,
-        block_size=_BLOCK_SIZE.value,
-        num_blocks=int(pool) // _BLOCK_SIZE.value,
+        block_size=block_size,
+        num_blocks=int(pool) // block_size,
         max_num_seqs=preset(_MAX_NUM_SEQS, _QUICK.value, quick=24, full=48),
         max_num_batched_tokens=preset(_MAX_NUM_BATCHED_TOKENS, _QUICK.value, quick=64, full=128),
         max_model_len=max_model_len,
