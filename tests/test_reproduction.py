@@ -81,6 +81,28 @@ def test_the_order_of_systems_and_the_larger_model_are_judged():
     ]
 
 
+def test_memory_is_judged_for_each_kind_of_lengths_on_its_own():
+    def row(lengths: str, system: str, tokens: float, off: float) -> dict:
+        return {
+            "run": "simulated", "lengths": lengths, "system": system, "token_states": tokens,
+            "reserved": 1.0, "internal": 2.0, "external": 3.0, "off_points": off,
+            "used_as_tokens": tokens,
+        }  # fmt: skip
+
+    paper = {name: [20.0, 1.0, 2.0, 3.0] for name in simulated_claims.ORCA}
+    cases = [
+        row("sharegpt_served", "orca_max", 20.0, 4.9),
+        row("sharegpt_served", "paged", 97.0, 0.7),
+        row("sharegpt", "orca_max", 15.0, 5.1),
+        row("sharegpt", "paged", 95.0, 1.3),
+    ]
+    line = "simulated, sharegpt, orca_max: 5.1 points off: short"
+    results = {"cases": cases, "paper_percent": paper, "explanations": [line]}
+    claims = simulated_claims.memory_waste(results)
+    assert [claim.holds for claim in claims] == [True, True, True, False, False, True]
+    assert [claim.note for claim in claims if claim.note] == [line]
+
+
 def test_batch_sizes_have_the_tolerance_of_their_system():
     def verdict(system: str, size: float) -> str:
         row = {

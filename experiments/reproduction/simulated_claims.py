@@ -33,45 +33,53 @@ def capacity(results: Results) -> list[Claim]:
 
 
 def memory_waste(results: Results) -> list[Claim]:
-    rows = chosen(results["cases"], run="simulated", lengths="sharegpt")
     claims = []
-    for name in ORCA:
-        for row in chosen(rows, system=name):
-            paper = [*results["paper_percent"][name]]
+    rows = chosen(results["cases"], run="simulated", lengths="sharegpt")
+    for lengths in dict.fromkeys(row["lengths"] for row in rows):
+        of_lengths = {row["system"]: row for row in rows if row["lengths"] == lengths}
+        for name in ORCA:
+            if name not in of_lengths:
+                continue
+            row = of_lengths[name]
             ours = [row[key] for key in ("token_states", "reserved", "internal", "external")]
             claims.append(
                 Claim(
-                    f"{SYSTEMS[name].label}: token states / reserved / internal / external",
-                    " / ".join(f"{share:.1f}" for share in paper),
+                    f"{lengths}, {SYSTEMS[name].label}: token states / reserved / internal / "
+                    "external",
+                    " / ".join(f"{share:.1f}" for share in results["paper_percent"][name]),
                     " / ".join(f"{share:.1f}" for share in ours),
                     "each within 5 points",
                     row["off_points"] <= 5,
-                    "; ".join(line for line in results["explanations"] if name in line),
+                    "; ".join(
+                        line
+                        for line in results["explanations"]
+                        if f"simulated, {lengths}, {name}:" in line
+                    ),
                 )
             )
-    tokens = {row["system"]: row["used_as_tokens"] for row in rows}
-    if "paged" in tokens:
+        if "paged" in of_lengths:
+            tokens = of_lengths["paged"]["used_as_tokens"]
+            claims.append(
+                Claim(
+                    f"{lengths}, paging: token states, of the slots in use",
+                    "96.3 %",
+                    f"{tokens:.1f} %",
+                    "at least 96 %",
+                    tokens >= 96,
+                )
+            )
+        order = [
+            of_lengths[name]["token_states"] for name in (*ORCA, "paged") if name in of_lengths
+        ]
         claims.append(
             Claim(
-                "paging: token states, of the slots in use",
-                "96.3 %",
-                f"{tokens['paged']:.1f} %",
-                "at least 96 %",
-                tokens["paged"] >= 96,
+                f"{lengths}: order of token states",
+                "Max < Pow2 < Oracle < vLLM",
+                " < ".join(f"{share:.1f}" for share in order),
+                "the same order",
+                rising(order),
             )
         )
-    order = [
-        row["token_states"] for name in (*ORCA, "paged") for row in rows if row["system"] == name
-    ]
-    claims.append(
-        Claim(
-            "order of token states",
-            "Max < Pow2 < Oracle < vLLM",
-            " < ".join(f"{share:.1f}" for share in order),
-            "the same order",
-            rising(order),
-        )
-    )
     return claims
 
 
