@@ -6,8 +6,8 @@
 
 Simulated on OPT-13B and an A100-40GB, with the same requests and arrivals for every system:
 ShareGPT's lengths at 2 requests/s and Alpaca's at 30, as in the paper. It gives the means of both;
-`sharegpt_served` has the spread that one bar of its Figure 2 implies (`SERVED_LENGTHS`), `sharegpt`
-that of the published file, `sharegpt_trace` that file's lengths as they are.
+`sharegpt_served` has the spread that its figures 2 and 13 imply (`SERVED_LENGTHS`), `sharegpt` that
+of the published file, `sharegpt_trace` that file's lengths as they are.
 
 Means are over the time of the iterations until the last request has arrived. A system that the rate
 overloads is full all the time: its batch then depends on memory alone, on how much is reserved for
@@ -25,7 +25,7 @@ from absl import flags
 
 from experiments import reporting
 from experiments.paper.parallel import run_all
-from experiments.paper.requests import check_lengths
+from experiments.paper.requests import check_lengths, note_on_length
 from experiments.paper.setups import SETUPS, find_setup
 from experiments.paper.simulations import Load, Point, serve_at
 from experiments.paper.systems import SYSTEMS, chosen_systems
@@ -134,6 +134,8 @@ def main() -> None:
     duration_s = preset(_DURATION_S, _QUICK.value, quick=300.0, full=3600.0)
     out_dir = reporting.make_out_dir(_OUT_DIR.value)
     deployment = find_setup(_MODEL.value).deployment
+    for lengths in dict.fromkeys(name for name, _ in loads):
+        print(note_on_length(lengths, deployment.model.max_model_len, _SEED.value))
     items = [
         (Load(system.name, deployment, lengths, duration_s, seed=_SEED.value), rate)
         for lengths, rate in loads

@@ -15,8 +15,8 @@ end of each sequence, and prompts that begin alike share whole blocks only. Two 
 over requests of ShareGPT's and of Alpaca's lengths, and over prompts that begin with one of 16
 shared prefixes, with the prefix cache.
 
-`tokens_per_s`, `waste_percent` (slots held without a token, of those held), `table_percent` (bytes
-of the static block tables, of the memory held) and `hit_percent` are those of a full pool.
+`tokens_per_s`, `waste_percent` (slots at the ends of sequences, of those held), `table_percent`
+(bytes of the static block tables, of the memory held) and `hit_percent` are those of a full pool.
 `latency_ms` is the mean per output token at one rate for all block sizes, --load of what a block
 size of 16 serves (real: all requests are there at the start). The best block sizes are those within
 5 % of the lowest latency, which is what the paper plots; its choice is 16.
@@ -42,7 +42,7 @@ from experiments.paper.block_sizes import (
 )
 from experiments.paper.parallel import run_all
 from experiments.paper.prefixes import SHARED_PREFIXES
-from experiments.paper.requests import LENGTHS, check_lengths
+from experiments.paper.requests import LENGTHS, check_lengths, note_on_length
 from experiments.paper.setups import SETUPS, find_setup
 from experiments.paper.simulations import Load
 from experiments.sharing.presets import preset
@@ -70,10 +70,10 @@ _LOAD = flags.DEFINE_float(
 _MODEL = flags.DEFINE_string("model", "smollm2", "The real model's name or path.")
 _POOL_TOKENS = flags.DEFINE_integer("pool_tokens", 2048, "KV slots of the real run.", lower_bound=1)
 _NUM_REQUESTS = flags.DEFINE_integer(
-    "num_requests", None, "To the real model; default: 32, or 8 with --quick.", lower_bound=1
+    "num_requests", None, "To the real model; default: 16, or 8 with --quick.", lower_bound=1
 )
 _MAX_TOKENS = flags.DEFINE_integer(
-    "max_tokens", None, "Cuts its outputs; default: 256, or 32 with --quick.", lower_bound=1
+    "max_tokens", None, "Cuts its outputs; default: 128, or 32 with --quick.", lower_bound=1
 )
 _MAX_NUM_SEQS = flags.DEFINE_integer("max_num_seqs", 8, "Of the real run.", lower_bound=1)
 _MAX_MODEL_LEN = flags.DEFINE_integer("max_model_len", 1024, "Of the real run.", lower_bound=2)
@@ -110,6 +110,8 @@ def run_simulated(block_sizes: list[int]) -> list[Row]:
         )
         for workload in _WORKLOADS.value
     ]
+    for load in loads:
+        print(note_on_length(load.lengths, load.deployment.model.max_model_len, load.seed))
     served = run_all(served_rate, loads, description="what 16 serves", unit="workload")
     cases = [
         SimulatedCase(replace(load, block_size=size), _LOAD.value * rate)
@@ -130,8 +132,8 @@ def run_real(block_sizes: list[int]) -> list[Row]:
         pool_tokens=_POOL_TOKENS.value,
         max_num_seqs=_MAX_NUM_SEQS.value,
         max_model_len=_MAX_MODEL_LEN.value,
-        num_requests=preset(_NUM_REQUESTS, is_quick, quick=8, full=32),
-        max_tokens=preset(_MAX_TOKENS, is_quick, quick=32, full=256),
+        num_requests=preset(_NUM_REQUESTS, is_quick, quick=8, full=16),
+        max_tokens=preset(_MAX_TOKENS, is_quick, quick=32, full=128),
         rounds=rounds,
         seed=_SEED.value,
     )
@@ -145,7 +147,7 @@ def plot(rows: list[Row], path: str) -> None:
     panels = [
         ("tokens_per_s", "output tokens/s, of the highest"),
         ("latency_ms", "latency (ms/token)"),
-        ("waste_percent", "slots held without a token (%)"),
+        ("waste_percent", "slots held for no token (%)"),
         ("hit_percent", "prompt tokens found in the cache (%)"),
     ]
     figure, all_axes = plt.subplots(1, 4, figsize=(16, 3.8), layout="constrained")
@@ -162,9 +164,15 @@ def plot(rows: list[Row], path: str) -> None:
                 axes.plot(
                     *zip(*points, strict=True), style, color=colour, label=f"{run}, {workload}"
                 )
-            axes.set_xscale("log", base=2)
-            axes.set(xlabel="block size (tokens)", ylabel=label, ylim=(0, None))
-    all_axes[1].set_yscale("log")
+            axes.set(xlabel="block size (tokens)", ylabel=label)
+    sizes = sorted({row.block_size for row in rows})
+    for axes, (name, _) in zip(all_axes, panels, strict=True):
+        axes.set_xscale("log", base=2)
+        axes.set_xticks(sizes, [str(size) for size in sizes])
+        if name == "latency_ms":
+            axes.set_yscale("log")
+        else:
+            axes.set_ylim(bottom=0)
     all_axes[0].legend(fontsize=7)
     figure.savefig(path, dpi=150)
     plt.close(figure)
@@ -173,9 +181,9 @@ def plot(rows: list[Row], path: str) -> None:
 def grouped(rows: list[Row]) -> dict[tuple[str, str], list[Row]]:
     """By run and workload, each by block size."""
     groups: dict[tuple[str, str], list[Row]] = {}
-    for row in sorted(rows, key=lambda row: row.block_size):
+    for row in rows:
         groups.setdefault((row.run, row.workload), []).append(row)
-    return groups
+    return {key: sorted(group, key=lambda row: row.block_size) for key, group in groups.items()}
 
 
 def main() -> None:

@@ -25,7 +25,7 @@ from absl import flags
 
 from experiments import reporting
 from experiments.sharing.presets import preset
-from experiments.simulation.calibration import facts, measure
+from experiments.simulation.calibration import facts, measure, prepare
 from experiments.simulation.clocks import CLOCKS
 from experiments.simulation.real_engine import RealEngine
 from paged_jax.simulation.calibrated import CalibratedCost, Measured
@@ -93,7 +93,7 @@ def main() -> None:
         max_model_len=_MAX_MODEL_LEN.value,
     )
     try:
-        real.engine.warm_up()
+        prepare(real, _SEED.value)
         num_rounds = preset(_ROUNDS, _QUICK.value, quick=2, full=4)
         rounds = [measure(real, _SEED.value + number) for number in range(num_rounds)]
     finally:

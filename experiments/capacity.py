@@ -30,7 +30,7 @@ from absl import flags
 from experiments import reporting
 from experiments.paper import figure1
 from experiments.paper.parallel import run_all
-from experiments.paper.requests import LENGTHS, check_lengths, draw
+from experiments.paper.requests import LENGTHS, check_lengths, draw, note_on_length
 from experiments.paper.setups import GIB, SETUPS, Deployment
 from experiments.paper.simulations import (
     Load,
@@ -256,6 +256,7 @@ def main() -> None:
     deployment, figures = plan()
     setups = paper_rows()
     reporting.print_table("The paper's set-ups (KV slots)", SetupRow._fields, setups)
+    print(note_on_length(_LENGTHS_FLAG.value, deployment.model.max_model_len, _SEED.value))
     reporting.print_table(deployment.name, ["figure", "value"], figures.items())
     systems = simulate_systems(deployment) if _SIMULATE.value else []
     if systems:

@@ -27,7 +27,7 @@ from absl import flags
 from experiments import reporting
 from experiments.paper.curves import curve_points, plot_panel
 from experiments.paper.parallel import run_all
-from experiments.paper.requests import LENGTHS
+from experiments.paper.requests import LENGTHS, note_on_length
 from experiments.paper.setups import SETUPS, find_setup
 from experiments.paper.simulations import Load, Sustained, find_sustained
 from experiments.paper.systems import chosen_systems
@@ -121,6 +121,7 @@ def main() -> None:
     duration_s = preset(_DURATION_S, is_quick, quick=40.0, full=300.0)
     out_dir = reporting.make_out_dir(_OUT_DIR.value)
     deployment = find_setup(_MODEL.value).deployment
+    print(note_on_length(_LENGTHS.value, deployment.model.max_model_len, _SEED.value))
     kinds = [("basic", 1), *((method, width) for method in _METHODS.value for width in widths)]
     loads = {
         (method, width, system.name): Load(

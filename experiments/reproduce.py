@@ -14,7 +14,7 @@ What has run is kept: started again, it goes on where it was interrupted, and ru
 failed, or what another version of the code or other flags have made. --fresh runs all.
 
 On two CPU cores, expect less than 10 minutes with --quick and less than 2 hours without. Exit code
-1: an experiment failed, or is not there; the report is written all the same.
+1: an experiment failed; the report is written all the same.
 """
 
 import sys
@@ -40,10 +40,8 @@ _OUT_DIR = flags.DEFINE_string("out_dir", "out/reproduce", "Where the results go
 
 def run_step(
     step: Step, more: tuple[str, ...], out_dir: Path, commit: str | None, bar: "tqdm[Any]"
-) -> Outcome | None:
-    """Of this run or of an earlier one; None where the experiment is not there."""
-    if not step.is_there:
-        return None
+) -> Outcome:
+    """Of this run or of an earlier one."""
     folder = out_dir / step.name
     command = step.command(_QUICK.value, str(folder), more)
     if not _FRESH.value and (kept := kept_outcome(folder, command, commit)) is not None:
@@ -62,7 +60,7 @@ def main() -> None:
             folder = out_dir / step.name
             outcome = run_step(step, more, out_dir, commit, bar)
             claims = []
-            if outcome is not None and outcome.succeeded and step.name in CLAIMS:
+            if outcome.succeeded:
                 claims = CLAIMS[step.name](results_of(folder))
             section = Section(step, folder, outcome, claims)
             sections.append(section)

@@ -31,7 +31,7 @@ from absl import flags
 
 from experiments import reporting
 from experiments.sharing.presets import preset
-from experiments.simulation.calibration import facts, measure
+from experiments.simulation.calibration import facts, measure, prepare
 from experiments.simulation.clocks import CLOCKS
 from experiments.simulation.curves import CURVES, curves, first_difference
 from experiments.simulation.real_engine import RealEngine
@@ -223,7 +223,7 @@ def main() -> None:
         max_model_len=preset(_MAX_MODEL_LEN, is_quick, quick=512, full=1024),
     )
     try:
-        real.engine.warm_up()
+        prepare(real, _SEED.value)
         requests, notes = build_workload(
             "lengths",
             lengths=preset(_LENGTHS, is_quick, quick="alpaca", full="sharegpt"),

@@ -31,7 +31,7 @@ def test_capacity_prints_the_papers_slots_and_plans_for_a_model_of_ones_own(tmp_
 def test_throughput_finds_rates_and_gains(tmp_path):
     results, _ = results_of(
         "throughput", tmp_path, "--quick", ONE_PROCESS, "--lengths=sharegpt",
-        "--systems=orca_max,paged", "--duration_s=5",
+        "--systems=orca_max,paged", "--duration_s=20", "--objective_s=0.04",
     )  # fmt: skip
     orca, paged = results["cases"]
     assert paged["rate"] > orca["rate"] > 0
@@ -59,33 +59,31 @@ def test_batched_requests_are_put_beside_the_papers(tmp_path):
 
 def test_beams_and_samples_are_served_by_paging_and_by_reservations(tmp_path):
     results, _ = results_of(
-        "parallel_and_beam", tmp_path, ONE_PROCESS, "--widths=2", "--duration_s=1",
-        "--systems=orca_oracle,paged",
+        "parallel_and_beam", tmp_path, ONE_PROCESS, "--widths=2", "--duration_s=2",
+        "--objective_s=0.04", "--systems=orca_oracle,paged",
     )  # fmt: skip
     cases = {(case["method"], case["system"]): case for case in results["cases"]}
     assert len(cases) == 6
-    for method in ("basic", "parallel", "beam"):
-        assert cases[method, "orca_oracle"]["rate"] > 0
-    assert cases["basic", "paged"]["rate"] > cases["parallel", "paged"]["rate"]
+    assert all(case["rate"] > 0 for case in cases.values())
+    for system in ("orca_oracle", "paged"):
+        assert cases["basic", system]["rate"] > cases["beam", system]["rate"]
     assert cases["basic", "orca_oracle"]["paper"] == 1.3
 
 
 def test_block_sizes_are_compared_simulated_and_on_a_model(tmp_path):
     results, stdout = results_of(
-        "block_size", tmp_path, "--quick", ONE_PROCESS, "--duration_s=3", "--block_size=16,256",
-        "--workloads=alpaca,shared_prefixes", f"--model={TINY_LM}", "--real_block_size=8,64",
+        "block_size", tmp_path, "--quick", ONE_PROCESS, "--duration_s=4", "--block_size=16,256",
+        "--workloads=shared_prefixes", f"--model={TINY_LM}", "--real_block_size=8,64",
         "--num_requests=4", "--max_tokens=8", "--max_num_seqs=2", "--max_model_len=512",
         "--pool_tokens=1024",
     )  # fmt: skip
-    rows = {(r["run"], r["workload"], r["block_size"]): r for r in results["cases"]}
-    assert len(rows) == 8
+    rows = {(row["run"], row["block_size"]): row for row in results["cases"]}
+    assert len(rows) == 4
     for run, small, large in (("simulated", 16, 256), ("real", 8, 64)):
-        prefixes = [rows[run, "shared_prefixes", size] for size in (small, large)]
-        assert prefixes[0]["waste_percent"] < prefixes[1]["waste_percent"]
-        assert prefixes[0]["hit_percent"] > prefixes[1]["hit_percent"]
-        assert prefixes[0]["table_percent"] > prefixes[1]["table_percent"]
-        assert rows[run, "alpaca", small]["hit_percent"] is None
-    assert len(results["best"]) == 4
+        assert rows[run, small]["waste_percent"] < rows[run, large]["waste_percent"]
+        assert rows[run, small]["hit_percent"] > rows[run, large]["hit_percent"]
+        assert rows[run, small]["table_percent"] > rows[run, large]["table_percent"]
+    assert [row["run"] for row in results["best"]] == ["simulated", "real"]
     assert "Within 5 % of the lowest latency" in stdout
 
 

@@ -1,5 +1,6 @@
 """What the experiments on the paper's figures share: set-ups, systems, requests, searches."""
 
+import re
 from dataclasses import replace
 
 import pytest
@@ -7,7 +8,7 @@ import pytest
 from experiments.paper import simulations
 from experiments.paper.block_sizes import Row, best_block_sizes, held_figures
 from experiments.paper.figure1 import memory_shares, throughput_by_batch
-from experiments.paper.requests import LENGTHS, draw, poisson_requests
+from experiments.paper.requests import LENGTHS, draw, note_on_length, poisson_requests
 from experiments.paper.setups import SETUPS, find_setup
 from experiments.paper.simulations import Load, Point, find_sustained, serve_at
 from experiments.paper.systems import SYSTEMS, chosen_systems
@@ -76,6 +77,15 @@ def test_requests_are_the_same_at_any_rate_and_for_any_number(lengths):
     assert all(r.num_prompt_tokens + r.max_tokens <= 2048 for r in fast)
 
 
+def test_requests_that_do_not_fit_are_left_out_and_counted():
+    assert max(r.num_prompt_tokens + r.max_tokens for r in draw("alpaca", 99, 100, 0)) <= 100
+    note = note_on_length("alpaca", 100, 0)
+    [percent] = re.findall(r"alpaca: ([\d.]+) % are longer than 100 tokens and left out", note)
+    assert 15 < float(percent) < 40
+    with pytest.raises(ValueError, match="too few of the requests fit in 30 tokens"):
+        draw("alpaca", 99, 30, 0)
+
+
 def test_some_requests_begin_alike_where_prefixes_are_shared():
     requests = draw("shared_prefixes", 60, 2048, 0)
     beginnings = [request.prompt_token_ids[:16] for request in requests]
@@ -92,8 +102,8 @@ def test_a_duration_without_time_is_refused():
 
 
 def test_a_run_to_its_end_leaves_out_nobody_and_a_cut_one_says_whom():
-    overload = 200.0
-    whole, cut = (serve_at(load(duration_s=2.0), overload, cut=cut) for cut in (False, True))
+    overload = 30.0
+    whole, cut = (serve_at(load("orca_max", 5.0), overload, cut=cut) for cut in (False, True))
     assert whole.num_unfinished == 0
     assert cut.num_unfinished > 0
     assert whole.num_requests == cut.num_requests
@@ -150,10 +160,10 @@ def test_paging_batches_more_than_orca_which_batches_by_what_it_reserves():
 # Figures
 
 
-def test_what_is_held_is_split_into_tokens_and_waste():
+def test_waste_and_tables_are_shares_of_what_is_held():
     waste, tables = held_figures(
         block_size=16,
-        token_states=900.0,
+        internal=100.0,
         held=1000.0,
         num_seqs=2.0,
         max_model_len=100,

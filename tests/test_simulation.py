@@ -117,7 +117,7 @@ def test_a_horizon_beyond_the_work_counts_the_idle_time():
     run = simulate([request(4, 2)], SYSTEM, Fixed(), horizon_s=10.0)
     assert (run.duration_s, run.busy_s, run.requests_per_s) == (10.0, 2.0, 0.1)
     late = simulate([request(4, 2), request(4, 1, 50.0)], SYSTEM, Fixed(), horizon_s=10.0)
-    assert (late.duration_s, len(late.requests)) == (10.0, 1)
+    assert (late.duration_s, late.busy_s, len(late.requests)) == (10.0, 2.0, 1)
 
 
 def test_what_is_refused_is_recorded_and_the_others_go_on():
@@ -147,6 +147,8 @@ def test_a_full_memory_makes_requests_wait_and_preempts_as_in_the_engine():
     run = simulate([request(60, 60) for _ in range(4)], SYSTEM, Fixed())
     assert run.num_preemptions > 0
     assert sum(r.num_preemptions for r in run.requests) == run.num_preemptions
+    assert run.requests[1].num_preemptions > 0
+    assert run.requests[1].first_token_s == 1.0  # not when it was computed again
     assert all(r.finished and r.num_output_tokens == 60 for r in run.requests)
     assert max(stats.num_decodes for stats in run.iterations) == 2
 
@@ -156,7 +158,8 @@ def test_swapping_takes_the_time_that_its_blocks_take():
     swapping = replace(SYSTEM, preemption_mode="swap", swap_space_blocks=64)
     run = simulate(requests, swapping, Fixed(swapped_block_s=0.5))
     assert run.num_preemptions_by_swap > 0
-    assert run.num_swapped_blocks >= 2 * run.num_preemptions_by_swap  # out, and in
+    # Out, and in: each time some of the 8 blocks that a sequence can have.
+    assert 2 <= run.num_swapped_blocks / run.num_preemptions_by_swap <= 16
     waited = run.duration_s - len(run.iterations)
     assert waited == pytest.approx(0.5 * run.num_swapped_blocks)
     recomputing = simulate(requests, SYSTEM, Fixed())

@@ -26,7 +26,7 @@ class Row(NamedTuple):
 def held_figures(
     *,
     block_size: int,
-    token_states: float,
+    internal: float,
     held: float,
     num_seqs: float,
     max_model_len: int,
@@ -34,11 +34,11 @@ def held_figures(
 ) -> tuple[float, float]:
     """(waste, tables) in percent of what is held; all counts in slots, averaged over time.
 
-    A table has an entry for each block that the longest sequence can come to need.
+    Waste is internal fragmentation alone: slots of a prompt that is still to be computed will be
+    used. A table has an entry for each block that the longest sequence can come to need.
     """
     entries = num_seqs * -(-max_model_len // block_size)
-    waste = 100 * (held - token_states) / held
-    return waste, 100 * entries * TABLE_ENTRY_BYTES / (held * token_bytes)
+    return 100 * internal / held, 100 * entries * TABLE_ENTRY_BYTES / (held * token_bytes)
 
 
 @dataclass(frozen=True)
@@ -55,9 +55,12 @@ def overloaded(load: Load) -> Point:
 
 
 def served_rate(load: Load) -> float:
-    """Requests/s that are finished when many more come."""
+    """Requests/s that are finished when many more come; ValueError if none is."""
     point = overloaded(load)
-    return (point.num_requests - point.num_unfinished - point.num_refused) / load.duration_s
+    num_finished = point.num_requests - point.num_unfinished - point.num_refused
+    if not num_finished:
+        raise ValueError(f"{load}: no request ends within {load.duration_s:g} s; simulate longer")
+    return num_finished / load.duration_s
 
 
 def simulated_row(case: SimulatedCase) -> Row:
@@ -67,7 +70,7 @@ def simulated_row(case: SimulatedCase) -> Row:
     model, num_slots = load.deployment.model, load.deployment.num_slots
     waste, tables = held_figures(
         block_size=load.block_size,
-        token_states=num_slots * full.token_states,
+        internal=num_slots * full.internal,
         held=num_slots * (full.token_states + full.reserved + full.internal),
         num_seqs=full.mean_batch_size,
         max_model_len=model.max_model_len,

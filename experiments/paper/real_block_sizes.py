@@ -88,7 +88,7 @@ class RealRuns:
         config, block_size = engine.config, engine.block_size
         waste, tables = held_figures(
             block_size=block_size,
-            token_states=over_time([u.token_states for u in usages]),
+            internal=over_time([u.internal for u in usages]),
             held=over_time([u.token_states + u.reserved + u.internal for u in usages]),
             num_seqs=over_time([step.num_running for run in runs for step in run.steps]),
             max_model_len=engine.max_model_len,

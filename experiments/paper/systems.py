@@ -6,6 +6,9 @@ from experiments.paper.setups import Deployment
 from paged_jax.simulation.cost_model import CostModel, RooflineCost
 from paged_jax.simulation.system import SystemConfig
 
+# The paper names no limit of running sequences: memory is what it compares.
+MAX_NUM_SEQS = 1024
+
 
 @dataclass(frozen=True)
 class System:
@@ -21,6 +24,7 @@ class System:
     ) -> SystemConfig:
         return SystemConfig(
             num_slots=deployment.num_slots,
+            max_num_seqs=MAX_NUM_SEQS,
             max_model_len=deployment.model.max_model_len,
             memory_policy=self.memory_policy,
             scheduling_policy=self.scheduling_policy,

@@ -21,6 +21,7 @@ CLAIMS: dict[str, Callable[[dict[str, Any]], list[Claim]]] = {
     "throughput": simulated.throughput,
     "batched_requests": simulated.batched_requests,
     "parallel_and_beam": simulated.parallel_and_beam,
+    "length_shapes": simulated.length_shapes,
     "memory_sharing": measured.memory_sharing,
     "shared_prefix": measured.shared_prefix,
     "chatbot": measured.chatbot,
@@ -28,6 +29,8 @@ CLAIMS: dict[str, Callable[[dict[str, Any]], list[Claim]]] = {
     "decode_step": measured.decode_step,
     "block_size": simulated.block_size,
     "validate_simulator": measured.validate_simulator,
+    "preemption": measured.preemption,
+    "tail_latency": measured.tail_latency,
     "prefix_hit_rate": measured.prefix_hit_rate,
 }
 COLUMNS = ("claim", "paper", "here", "verdict", "counts as reproduced")
@@ -53,14 +56,12 @@ class Section:
 
     step: Step
     folder: Path
-    outcome: Outcome | None  # None: the experiment is not there
+    outcome: Outcome
     claims: list[Claim]
 
     @property
     def failure(self) -> str | None:
-        """Why there is nothing to show."""
-        if self.outcome is None:
-            return f"experiments/{self.step.name}.py is not there"
+        """Why there is nothing to show; None where it succeeded."""
         if not self.outcome.succeeded:
             return f"exit code {self.outcome.returncode}: {self.outcome.last_line}"
         return None
@@ -71,15 +72,14 @@ class Section:
 
     @property
     def command(self) -> str:
-        assert self.outcome is not None
         return f"python {shlex.join(self.outcome.command[1:])}"
 
 
 def summary(sections: Sequence[Section]) -> dict[str, int]:
-    """How many claims got each verdict, and how many experiments have nothing to show."""
+    """How many claims got each verdict, and how many experiments failed."""
     verdicts = [claim.verdict for section in sections for claim in section.claims]
     counts = {verdict: verdicts.count(verdict) for verdict in VERDICTS}
-    return counts | {"experiments that did not run": sum(s.failure is not None for s in sections)}
+    return counts | {"experiments that failed": sum(s.failure is not None for s in sections)}
 
 
 def claim_rows(claims: Sequence[Claim]) -> list[tuple[str, str, str, str, str]]:
@@ -106,8 +106,10 @@ def markdown(
     for section in sections:
         parts.append(f"\n## {section.step.title}\n\n")
         if section.failure is not None:
-            parts.append(f"Did not run: {section.failure}\n")
+            parts.append(f"Failed: {section.failure}\n")
             continue
+        if section.step.remark:
+            parts.append(f"{section.step.remark}\n\n")
         if section.claims:
             parts.append(reporting.markdown_table(COLUMNS, claim_rows(section.claims)))
         parts += [f"\n- {note}" for note in notes(section.claims)]
@@ -129,8 +131,10 @@ def html_page(title: str, sections: Sequence[Section], environment: Mapping[str,
     for section in sections:
         body.append(f"<h2>{escape(section.step.title)}</h2>")
         if section.failure is not None:
-            body.append(f'<p class="differs">Did not run: {escape(section.failure)}</p>')
+            body.append(f'<p class="differs">Failed: {escape(section.failure)}</p>')
             continue
+        if section.step.remark:
+            body.append(f"<p>{escape(section.step.remark)}</p>")
         if section.claims:
             body.append(_html_table(COLUMNS, claim_rows(section.claims)))
         body += [f'<p class="note">{escape(note)}</p>' for note in notes(section.claims)]
@@ -149,7 +153,6 @@ def html_page(title: str, sections: Sequence[Section], environment: Mapping[str,
 
 
 def _took(section: Section) -> str:
-    assert section.outcome is not None
     kept = ", kept from an earlier run" if section.outcome.was_kept else ""
     seconds, cpu_seconds = section.outcome.seconds, section.outcome.cpu_seconds
     return f"{seconds:.0f} s ({cpu_seconds:.0f} s of CPU time){kept}"

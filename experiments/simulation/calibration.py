@@ -16,6 +16,12 @@ MAX_PROMPT_TOKENS = 320
 OUTPUT_TOKENS = (4, 20)
 
 
+def prepare(real: RealEngine, seed: int) -> None:
+    """Run each step once, which loads what was compiled, before any is measured."""
+    real.engine.warm_up()
+    measure(real, seed)
+
+
 def measure(real: RealEngine, seed: int) -> list[Measured]:
     """One round: each workload on its own."""
     engine = real.engine

@@ -31,9 +31,9 @@ from paged_jax.simulation.step_work import StepWork
 
 Measured = tuple[StepWork, float]  # an iteration's work, and the seconds that it took
 
-# A step that was held up is outvoted: beyond so much off, relative to the prediction, a measurement
-# counts by its distance, not by the square of it (Huber).
-_OUTLIER = 0.1
+# Errors count relative to the prediction, by their square. Beyond so much off they count by their
+# distance alone (Huber): a step that was held up is outvoted.
+_OUTLIER = 0.2
 _NUM_ROUNDS = 20
 
 
@@ -103,7 +103,7 @@ class CalibratedCost:
 
     @classmethod
     def fit(cls, measured: Sequence[Measured], buckets: StepBuckets) -> Self:
-        """Least squares of the relative error; ValueError where nothing was measured."""
+        """Least squares; ValueError where nothing was measured."""
         if not measured:
             raise ValueError("no iterations were measured, so there is nothing to fit")
         rows = [buckets.features(work) for work, _ in measured]
@@ -112,15 +112,15 @@ class CalibratedCost:
         times = np.array([seconds for _, seconds in measured])
         if not (times > 0).all():
             raise ValueError(f"an iteration of {times.min()} s was measured; all must take time")
-        relative = matrix / times[:, None]
-        scale = relative.max(axis=0)  # so that slots and steps are of one size
-        relative /= scale
-        weights = np.ones(len(times))
+        scale = (matrix / times[:, None]).max(axis=0)  # so that slots and steps are of one size
+        matrix /= scale
+        expected, trust = times, np.ones(len(times))
         solution: NDArray[np.float64] = np.zeros(len(names))
         for _ in range(_NUM_ROUNDS):
-            solution, _ = nnls(relative * weights[:, None], weights)
-            error = np.abs(relative @ solution - 1)
-            weights = np.sqrt(np.minimum(1, _OUTLIER / np.maximum(error, 1e-12)))
+            weights = np.sqrt(trust) / expected
+            solution, _ = nnls(matrix * weights[:, None], times * weights)
+            expected = np.maximum(matrix @ solution, times / 10)
+            trust = np.minimum(1, _OUTLIER / np.maximum(np.abs(times / expected - 1), 1e-12))
         return cls(buckets, dict(zip(names, (solution / scale).tolist(), strict=True)))
 
     def residuals(self, measured: Sequence[Measured]) -> Residuals:
