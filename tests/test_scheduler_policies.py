@@ -44,6 +44,29 @@ def test_first_come_first_served_goes_by_addition():
     assert admitted(one_at_a_time("fcfs"), requests) == ["a", "b", "c"]
 
 
+@pytest.mark.parametrize("key", [math.nan, None, "a", (1.0, None), (0.0, math.nan)], ids=str)
+def test_a_key_that_nothing_can_be_sorted_by_refuses_the_request_alone(key):
+    class Odd(Policy):
+        def key(self, request):
+            return key if request.request_id == "odd" else len(request.prompt_token_ids)
+
+    scheduler = one_at_a_time(Odd())
+    for request in (make_request("a", 4, max_tokens=3), make_request("b", 4, max_tokens=3)):
+        scheduler.add(request)
+    with pytest.raises(ValueError, match=r"request 'odd': policy Odd gives it the key .*numbers"):
+        scheduler.add(make_request("odd", 4))
+    assert admitted(scheduler, [make_request("c", 2, max_tokens=3)]) == ["c", "a", "b"]
+
+
+def test_keys_may_be_numbers_and_tuples_in_one_policy():
+    class Either(Policy):
+        def key(self, request):
+            return (1, -request.priority) if request.priority else 1
+
+    requests = [make_request(name, 4, priority=i, max_tokens=3) for i, name in enumerate("abc")]
+    assert admitted(one_at_a_time(Either()), requests) == ["a", "c", "b"]
+
+
 def test_priority_goes_by_the_lower_number_then_by_arrival():
     requests = [
         make_request("late", 4, arrival=3.0),

@@ -14,8 +14,11 @@ Requests that run are not stopped for one that goes first: it is the next to be 
 last to be preempted.
 """
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable
+from numbers import Real
+from typing import Any
 
 from paged_jax.scheduling.request import PolicyKey, Request
 
@@ -39,6 +42,18 @@ class Policy(ABC):
         Sequences of a request that runs already need no permission.
         """
         return True
+
+
+def key_of(policy: Policy, request: Request) -> tuple[float, ...]:
+    """The policy's key for a request, as a tuple; ValueError for what nothing can be sorted by."""
+    key: Any = policy.key(request)  # a policy is anybody's
+    numbers: tuple[Any, ...] = key if isinstance(key, tuple) else (key,)
+    if not all(isinstance(number, Real) and not math.isnan(number) for number in numbers):
+        raise ValueError(
+            f"request {request.request_id!r}: policy {type(policy).__name__} gives it the key "
+            f"{key!r}; keys are numbers, or tuples of numbers"
+        )
+    return numbers
 
 
 POLICIES: dict[str, Callable[[], Policy]] = {}

@@ -4,10 +4,10 @@ from bisect import bisect_left, insort
 from collections.abc import Iterator
 from itertools import takewhile
 
-from paged_jax.scheduling.request import PolicyKey, Request, Sequence, SequenceStatus
+from paged_jax.scheduling.request import Request, Sequence, SequenceStatus
 
 
-def order(seq: Sequence) -> tuple[tuple[PolicyKey, int], int]:
+def order(seq: Sequence) -> tuple[tuple[tuple[float, ...], int], int]:
     """What all queues are sorted by: the rank of the request, then the place in it."""
     return seq.request.rank, seq.index
 

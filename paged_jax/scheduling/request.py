@@ -151,7 +151,7 @@ class Request:
     num_cached_tokens: int | None = field(init=False, default=None)
     # Its place in the order in which requests are served, and preempted from the end of; lower goes
     # first. Fixed when it is added.
-    rank: tuple[PolicyKey, int] = field(init=False, repr=False, default=(0.0, 0))
+    rank: tuple[tuple[float, ...], int] = field(init=False, repr=False, default=((), 0))
     # Only those of equal salts find each other's blocks in the prefix cache.
     salt: Hashable = field(init=False, repr=False, default=None)
     num_preemptions: int = field(init=False, default=0)  # its sequences together count as one

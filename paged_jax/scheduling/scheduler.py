@@ -44,7 +44,7 @@ from paged_jax.scheduling.fitting import check_fits, check_queue, pin
 from paged_jax.scheduling.forks import add_forks
 from paged_jax.scheduling.limits import check_limits
 from paged_jax.scheduling.logprobs import TokenLogprobs
-from paged_jax.scheduling.policies import Policy, make_policy
+from paged_jax.scheduling.policies import Policy, key_of, make_policy
 from paged_jax.scheduling.preemption import Preemption, PreemptionMode
 from paged_jax.scheduling.prefill_sizes import fit_to_sizes
 from paged_jax.scheduling.queues import Queues
@@ -159,11 +159,11 @@ class Scheduler(Counters):
             )
             if self.max_num_waiting is not None:
                 check_queue(request, self.num_waiting_requests, self.max_num_waiting)
+            request.rank = key_of(self.policy, request), self._num_added
         except ValueError:
             self.num_refused += 1
             raise
         request.begin(self._eos_token_ids)
-        request.rank = self.policy.key(request), self._num_added
         salt = request.params.cache_salt
         request.salt = salt if self._enable_prefix_caching else (request.request_id,)
         self._num_added += 1
