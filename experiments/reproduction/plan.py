@@ -43,7 +43,8 @@ STEPS = (
     ),
     Step(
         "memory_waste", "Where the KV memory goes (Figure 2)",
-        QUICK, (), ("memory_waste.png",),
+        ("--quick", "--num_real_requests=24", "--real_max_model_len=128"), (),
+        ("memory_waste.png",),
         LENGTHS,
     ),
     Step(
