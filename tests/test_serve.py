@@ -16,6 +16,7 @@ from experiments.serving.figures import (
     mean_batch_sizes,
     request_rows,
     run_figures,
+    ttft_by_priority,
 )
 from experiments.serving.occupancy import Occupancy, occupancy
 from experiments.serving.outcomes import outcome, shortfalls
@@ -260,6 +261,16 @@ def test_a_failed_request_is_told_with_its_error():
     request = ServedRequest("r", WorkloadRequest((1,), 1), 0, output, None)
     assert outcome(request) == ("failed", "the logits are not finite")
     assert outcome(replace(request, output=finished(1.0, [2.0]))) is None
+
+
+def test_who_was_cut_short_counts_in_no_latency_though_its_best_sample_is_complete():
+    late = replace(finished(1.0, [2.0]), finish_reason="timeout")
+    request = ServedRequest("r", WorkloadRequest((1,), 1), 0, late, None)
+    assert outcome(request) == ("timed out", "its deadline passed")
+    assert outcome(replace(request, output=replace(late, finish_reason="abort")))[0] == "cut short"
+    whole = replace(request, output=finished(1.0, [4.0]))
+    run = ServedRun([request, whole], [], 0.0, 5.0, 0.0, 0.0, 0)
+    assert ttft_by_priority(run)[0]["mean"] == 3.0
 
 
 def test_reasons_that_differ_in_numbers_count_as_one():

@@ -29,10 +29,8 @@ def served(times, *, arrival=0.0, finish_reason="length"):
     if times is None:
         return SimpleNamespace(output=None, refusal="2 requests wait")
     metrics = SimpleNamespace(arrival_s=arrival, token_times_s=[times])
-    outputs = [SimpleNamespace(finish_reason=finish_reason)]
-    return SimpleNamespace(
-        output=SimpleNamespace(metrics=metrics, outputs=outputs, error=None), refusal=None
-    )
+    output = SimpleNamespace(metrics=metrics, finish_reason=finish_reason, error=None)
+    return SimpleNamespace(output=output, refusal=None)
 
 
 @pytest.mark.parametrize(

@@ -108,12 +108,16 @@ def latencies(outputs: list[RequestOutput]) -> dict[str, Any]:
 
 
 def ttft_by_priority(run: ServedRun) -> dict[int, dict[str, float | None]]:
-    """Seconds from arrival to first token, of each priority that a request has."""
+    """Seconds from arrival to first token, of each priority that a request has.
+
+    As in `latencies`, those that were not served to their end do not count.
+    """
     times: dict[int, list[float]] = {}
     for served in run.served:
         ttft = times.setdefault(served.priority, [])
-        if served.output is not None and served.output.metrics.first_token_s is not None:
-            ttft.append(served.output.metrics.first_token_s - served.output.metrics.arrival_s)
+        metrics = None if served.output is None else served.output.metrics
+        if metrics and metrics.first_token_s is not None and outcome(served) is None:
+            ttft.append(metrics.first_token_s - metrics.arrival_s)
     return {priority: reporting.spread(times[priority]) for priority in sorted(times)}
 
 

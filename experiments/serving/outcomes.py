@@ -5,6 +5,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator
 
 from experiments.serving.driver import ServedRequest
+from paged_jax.scheduling.request import CUT_SHORT
 
 Outcome = tuple[str, str]  # what happened, why
 
@@ -15,12 +16,10 @@ def outcome(served: ServedRequest) -> Outcome | None:
         return "refused", served.refusal or ""
     if served.output.error is not None:
         return "failed", served.output.error
-    reasons = {out.finish_reason for out in served.output.outputs}
-    if "timeout" in reasons:
+    reason = served.output.finish_reason  # also if it was a sample that is not among the outputs
+    if reason == "timeout":
         return "timed out", "its deadline passed"
-    if reasons & {"abort", "error"}:
-        return "cut short", " and ".join(sorted(map(str, reasons)))
-    return None
+    return ("cut short", reason) if reason in CUT_SHORT else None
 
 
 def shortfalls(requests: Iterable[ServedRequest]) -> list[dict[str, str | int]]:
