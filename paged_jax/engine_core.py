@@ -263,7 +263,8 @@ class EngineCore:
             num_prefill_seqs=len(batch.prefills),
             num_sampled=len(iteration.sampled),
             num_preempted=len(batch.preempted),
-            num_finished=sum(seq.is_finished for seq in iteration.sampled),
+            # A beam that dies has no reason: its search goes on with others.
+            num_finished=sum(seq.finish_reason is not None for seq in iteration.sampled),
             num_running=self.scheduler.num_running,
             num_waiting=self.scheduler.num_waiting,
             usage=iteration.usage,

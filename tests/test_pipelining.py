@@ -97,6 +97,17 @@ def test_the_times_of_iterations_tile_the_time_that_passed():
     assert all(each.wall_s == DEVICE_S for each in stats[1:]), "the host's share is hidden"
 
 
+def test_beams_that_die_do_not_count_as_finished():
+    run = Run()
+    search = run.add("beams", 5, beam_width=4, max_tokens=12, ignore_eos=True)
+    beams = {*search.sequences}
+    while run.scheduler.has_work:
+        run.step()
+        beams |= {*search.sequences}
+    assert len(beams) > 5, "some have died"
+    assert [each.num_finished for each in run.stats] == [0] * 11 + [4]
+
+
 def test_who_ends_by_length_gets_no_token_too_many():
     run = Run()
     run.add("short", 5, max_tokens=3, ignore_eos=True)
