@@ -367,7 +367,12 @@ class Engine:
     def unpin_prefix(self, prompt: Prompt, *, cache_salt: str | None = None) -> None:
         """Let go of a pinned prefix, given as it was; KeyError if it is not pinned."""
         _, token_ids = encode(prompt, self.tokenizer, self.config.vocab_size)
-        self.core.scheduler.memory.unpin(token_ids, cache_salt)
+        try:
+            self.core.scheduler.memory.unpin(token_ids, cache_salt)
+        except KeyError:
+            raise KeyError(
+                f"these {len(token_ids)} tokens are not pinned with cache_salt {cache_salt!r}"
+            ) from None
 
     def metrics(self) -> dict[str, float]:
         """What `paged_jax.observability.prometheus` serves, by name and labels, as it is now."""

@@ -122,7 +122,7 @@ def test_a_pinned_prefix_outlives_any_pressure(engine_with):
         )
     [output] = engine.generate([*prefix, *PROMPT[:20]], salted("pinned"), progress=False)
     assert output.num_cached_tokens == 0
-    with pytest.raises(KeyError):
+    with pytest.raises(KeyError, match=f"these {len(prefix)} tokens are not pinned"):
         engine.unpin_prefix(prefix, cache_salt="pinned")
 
 
