@@ -1,5 +1,7 @@
 """Scheduler: deadlines, failures and aborts in every state, a full queue, a lost step or cache."""
 
+import math
+
 import pytest
 from scheduling_fakes import (
     FakeExecutor,
@@ -227,3 +229,16 @@ def test_who_had_blocks_in_a_lost_cache_is_computed_again_and_the_swapped_are_no
     batches = run_to_end(scheduler, executor)
     assert sum(len(batch.resumed) for batch in batches) >= num_swapped
     assert scheduler.num_finished == 5
+
+
+def test_deadlines_of_requests_that_have_ended_do_not_pile_up():
+    """Most requests end long before theirs, and some have none to reach."""
+    scheduler = make_scheduler()
+    scheduler.add(make_request("stays", 4, max_tokens=9, deadline_s=5000.0))
+    for number in range(1000):
+        scheduler.add(make_request(str(number), 4, deadline_s=math.inf))
+        scheduler.abort(str(number))
+    assert len(scheduler._unfinished._deadlines) < 30
+    [seq] = scheduler.expire(5000.0)
+    assert (seq.request.request_id, seq.finish_reason) == ("stays", "timeout")
+    assert not scheduler.has_work

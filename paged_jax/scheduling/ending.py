@@ -23,6 +23,17 @@ class Unfinished:
         self._queues.add_request(request)
         if request.deadline_s is not None:
             heapq.heappush(self._deadlines, (request.deadline_s, request.request_id))
+            if len(self._deadlines) > 2 * len(self.requests) + 16:
+                self._forget_deadlines()
+
+    def _forget_deadlines(self) -> None:
+        """Those of requests that have ended, most of which never reach them."""
+        self._deadlines = [
+            (request.deadline_s, request_id)
+            for request_id, request in self.requests.items()
+            if request.deadline_s is not None
+        ]
+        heapq.heapify(self._deadlines)
 
     def finish(
         self,
