@@ -43,7 +43,7 @@ STEPS = (
     ),
     Step(
         "memory_waste", "Where the KV memory goes (Figure 2)",
-        ("--quick", "--num_real_requests=24", "--real_max_model_len=128"), (),
+        ("--quick", "--num_real_requests=24", "--real_max_model_len=128", "--real_pool=2"), (),
         ("memory_waste.png",),
         LENGTHS,
     ),
