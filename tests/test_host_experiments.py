@@ -2,7 +2,7 @@
 
 import pytest
 from conftest import TINY_LM
-from test_sharing_experiments import results_of, run_experiment
+from experiment_runs import results_of, run_experiment
 
 
 def test_pipelining_compares_a_device_that_sleeps_and_the_model(tmp_path):

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 from conftest import TINY_LM
-from test_sharing_experiments import results_of, run_experiment
+from experiment_runs import results_of, run_experiment
 
 ROOT = Path(__file__).resolve().parent.parent
 NAMES = (

@@ -3,7 +3,7 @@
 import csv
 
 import pytest
-from test_sharing_experiments import SMALL_ENGINE, results_of, run_experiment
+from experiment_runs import SMALL_ENGINE, results_of, run_experiment
 
 from experiments.preempting import modelled
 

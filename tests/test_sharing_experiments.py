@@ -1,40 +1,11 @@
 """The experiments on sharing as a user runs them, on the tiny model."""
 
 import ast
-import csv
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
-from conftest import TINY_LM
-
-ROOT = Path(__file__).resolve().parent.parent
-SMALL_ENGINE = [f"--model={TINY_LM}", "--max_num_batched_tokens=16"]
-
-
-def run_experiment(name: str, out_dir: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    """In a process of its own: flags are global to one."""
-    return subprocess.run(
-        [sys.executable, "-m", f"experiments.{name}", f"--out_dir={out_dir}", *arguments],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-
-
-def results_of(name: str, out_dir: Path, *arguments: str) -> tuple[dict, str]:
-    """(results.json, stdout), once it has been seen that all files are there."""
-    result = run_experiment(name, out_dir, *arguments)
-    assert result.returncode == 0, result.stderr
-    results = json.loads((out_dir / "results.json").read_text())
-    assert results["environment"]["jax"]
-    with (out_dir / "results.csv").open() as file:
-        assert len(list(csv.DictReader(file))) == len(results["cases"])
-    assert (out_dir / f"{name}.png").read_bytes().startswith(b"\x89PNG")
-    return results, result.stdout
+from experiment_runs import ROOT, SMALL_ENGINE, results_of, run_experiment
 
 
 @pytest.fixture(scope="module")

@@ -4,7 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 from conftest import TINY_LM
-from test_sharing_experiments import results_of, run_experiment
+from experiment_runs import results_of, run_experiment
 
 from experiments.tail.goodput import Objective, case_of
 from experiments.tail.mix import Mix

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 from conftest import TINY_LM
-from test_sharing_experiments import ROOT, results_of, run_experiment
+from experiment_runs import ROOT, results_of, run_experiment
 
 from experiments.paper.waste import CATEGORIES, waste_of
 from paged_jax.memory.usage import MemoryUsage
