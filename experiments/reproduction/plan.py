@@ -93,7 +93,8 @@ STEPS = (
     ),
     Step(
         "tail_latency", "Tail latency under load",
-        ("--quick", "--loads=1.5", "--long_prompt=512", "--num_requests=10"), QUICK, ("tail_latency.png",),
+        ("--quick", "--loads=1.5", "--long_prompt=512", "--num_requests=10"), QUICK,
+        ("tail_latency.png",),
     ),
     Step(
         "length_shapes", "Uniform lengths hide what log-normal ones show",
