@@ -43,7 +43,7 @@ STEPS = (
     ),
     Step(
         "memory_waste", "Where the KV memory goes (Figure 2)",
-        ("--quick", "--num_real_requests=24", "--real_max_model_len=128", "--real_pool=2"), (),
+        ("--quick", "--num_real_requests=16", "--real_max_model_len=128", "--real_pool=2"), (),
         ("memory_waste.png",),
         LENGTHS,
     ),
@@ -102,7 +102,7 @@ STEPS = (
     ),
     Step(
         "validate_simulator", "The simulator beside the real engine",
-        QUICK, ("--quick", "--rounds=3"), ("validate_simulator.png",),
+        ("--quick", "--num_requests=12"), ("--quick", "--rounds=3"), ("validate_simulator.png",),
     ),
 )  # fmt: skip
 
