@@ -42,7 +42,7 @@ def used_after_prefill(engine, requests) -> int:
     """Blocks in use when all of these have their first token."""
     names = [engine.add_request(None, *request) for request in requests]
     num_seqs = sum(params.n for _, params in requests)
-    while len(engine.core.scheduler._decoding) < num_seqs:
+    while len(engine.core.scheduler.queues.decoding) < num_seqs:
         engine.step()
     used = num_used(engine)
     for name in names:
@@ -62,7 +62,7 @@ def test_four_samples_take_less_than_half_the_blocks_of_four_requests(engine):
 def test_when_they_diverge_each_copies_the_block_that_the_prompt_ends_in(engine):
     stats = engine.sharing_stats
     name = engine.add_request(None, PROMPT, SamplingParams(n=4, seed=2, max_tokens=20))
-    while len(engine.core.scheduler._decoding) < 4:
+    while len(engine.core.scheduler.queues.decoding) < 4:
         engine.step()
     for _ in range(5):
         engine.step()
