@@ -93,7 +93,8 @@ STEPS = (
     ),
     Step(
         "tail_latency", "Tail latency under load",
-        ("--quick", "--loads=1.5", "--long_prompt=512", "--num_requests=10"), QUICK,
+        ("--quick", "--loads=1.5", "--long_prompt=1024", "--long_every=4", "--num_requests=8",
+         "--short_output=24"), QUICK,
         ("tail_latency.png",),
     ),
     Step(
