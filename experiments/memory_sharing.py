@@ -34,10 +34,11 @@ from experiments.serving.driver import require_fitting, serve
 from experiments.sharing.branching import BranchingExecutor
 from experiments.sharing.presets import preset
 from experiments.sharing.savings import BeamObserver, saved_fraction
-from experiments.sharing.simulated import Scale, simulate
+from experiments.sharing.simulated import simulate
 from experiments.sharing.texts import with_sharegpt_text
 from paged_jax import Engine, SamplingParams
 from paged_jax.simulation.branching import VOCAB_SIZE
+from paged_jax.simulation.system import SystemConfig
 from paged_jax.workloads import PUBLISHED_LENGTHS, VocabRange, WorkloadRequest, build_workload
 
 _QUICK = flags.DEFINE_bool("quick", False, "Few requests, short outputs in the real run.")
@@ -161,9 +162,9 @@ class RealRuns:
             seed=_SEED.value,
         )
         self._observer = engine.core.executor = BeamObserver(engine.executor)
-        self._scale = Scale(
+        self._system = SystemConfig(
+            num_slots=engine.num_blocks * engine.block_size,
             block_size=engine.block_size,
-            num_blocks=engine.num_blocks,
             max_num_seqs=engine.max_num_seqs,
             max_num_batched_tokens=engine.max_num_batched_tokens,
             max_model_len=engine.max_model_len,
@@ -198,7 +199,7 @@ class RealRuns:
             observers.append(BeamObserver(BranchingExecutor(memory, seed=_SEED.value)))
             return observers[-1]
 
-        usages = simulate(requests, params, self._scale, executor_of, description="likewise")
+        usages = simulate(requests, params, self._system, executor_of, description="likewise")
         apart = [
             Apart(lengths, width, name, *spread.values())
             for name, spread in (("real", real_apart), ("likewise", observers[0].take()))
@@ -215,9 +216,9 @@ def run_opt_13b(
     requests: list[WorkloadRequest], method: str, width: int, description: str
 ) -> float:
     """Saved percent with as many KV slots as the paper had for OPT-13B on an A100."""
-    scale = Scale(
+    system = SystemConfig(
+        num_slots=_NUM_SLOTS.value,
         block_size=_BLOCK_SIZE.value,
-        num_blocks=_NUM_SLOTS.value // _BLOCK_SIZE.value,
         max_num_seqs=256,
         max_num_batched_tokens=2560,
         max_model_len=_MAX_MODEL_LEN.value,
@@ -225,7 +226,7 @@ def run_opt_13b(
     usages = simulate(
         requests,
         params_of(method, width),
-        scale,
+        system,
         lambda memory: BranchingExecutor(memory, seed=_SEED.value),
         description=description,
     )

@@ -9,15 +9,16 @@ from experiments.sharing.conversations import Turn, draw_conversations, read_con
 from experiments.sharing.hit_rate import Prompt, replay, replay_trace, textbook_hits
 from experiments.sharing.paired import in_turn, ratio_spread
 from experiments.sharing.savings import BeamObserver, num_tokens_apart, saved_fraction
-from experiments.sharing.simulated import Scale, simulate
+from experiments.sharing.simulated import simulate
 from experiments.sharing.texts import with_sharegpt_text
 from experiments.sharing.translation import prefix_tokens, questions
 from paged_jax.memory.usage import MemoryUsage
 from paged_jax.scheduling.sampling_params import SamplingParams
+from paged_jax.simulation.system import SystemConfig
 from paged_jax.workloads import MooncakeRow, VocabRange, WorkloadRequest, mooncake_requests
 
-SCALE = Scale(
-    block_size=4, num_blocks=64, max_num_seqs=16, max_num_batched_tokens=64, max_model_len=64
+SYSTEM = SystemConfig(
+    num_slots=256, block_size=4, max_num_seqs=16, max_num_batched_tokens=64, max_model_len=64
 )
 
 
@@ -38,7 +39,7 @@ def test_savings_are_blocks_saved_over_blocks_without_sharing():
 def simulated(params: SamplingParams, *, num_prompt: int, num_output: int) -> list[MemoryUsage]:
     request = WorkloadRequest(tuple(range(num_prompt)), num_output)
     return simulate(
-        [request], params, SCALE, lambda memory: BranchingExecutor(memory, seed=0), description=""
+        [request], params, SYSTEM, lambda memory: BranchingExecutor(memory, seed=0), description=""
     )
 
 
@@ -83,9 +84,9 @@ def test_an_observer_sees_each_step_of_a_search_and_changes_nothing():
         observers.append(BeamObserver(BranchingExecutor(memory, seed=0)))
         return observers[0]
 
-    usages = simulate([request], params, SCALE, observed, description="")
+    usages = simulate([request], params, SYSTEM, observed, description="")
     assert usages == simulate(
-        [request], params, SCALE, lambda memory: BranchingExecutor(memory, seed=0), description=""
+        [request], params, SYSTEM, lambda memory: BranchingExecutor(memory, seed=0), description=""
     )
     assert 1 <= observers[0].take()["mean"] <= 5
     assert observers[0].take()["mean"] is None

@@ -68,14 +68,15 @@ class Preemption:
                     self._queues.move(seq, SequenceStatus.SWAPPED, is_prefilling=seq.is_prefilling)
                 return group
             self.num_swap_fallbacks += 1
-        for seq in group:
-            self._memory.free(seq.seq_id)
-            self.forget(seq)
+        self._recompute(group)
         return group
 
     def give_up_swapped(self, group: list[Sequence]) -> None:
         """Recompute what is swapped out and cannot come back as it was."""
         self.num_swap_fallbacks += 1
+        self._recompute(group)
+
+    def _recompute(self, group: list[Sequence]) -> None:
         for seq in group:
             self._memory.free(seq.seq_id)
             self.forget(seq)
