@@ -30,11 +30,11 @@ from tqdm import tqdm
 from experiments import reporting
 from paged_jax import kv_cache
 from paged_jax.attention_choice import AttentionChoice, choose_attention
+from paged_jax.config import EngineConfig
 from paged_jax.decode import NUM_LOGPROBS, decode_step
 from paged_jax.executor.buckets import MIN_PREFILL_TOKENS
 from paged_jax.executor.sampling_rows import sampling_batch, sampling_rows
 from paged_jax.kv_cache import LayerCache, PagedKVCache
-from paged_jax.limits import Limits
 from paged_jax.loading import load_model
 from paged_jax.models.config import ModelConfig
 from paged_jax.models.split import Params, bind, nest
@@ -139,24 +139,17 @@ class Stepper:
 
 def attention_of(config: ModelConfig, shape: Shape) -> AttentionChoice:
     """The paged attention that the flags ask for; ValueError where it refuses."""
-    limits = Limits(
+    options = EngineConfig(
         dtype=_DTYPE.value,
         block_size=shape.block_size,
-        num_blocks=None,
         max_num_seqs=shape.batch,
-        max_num_batched_tokens=MIN_PREFILL_TOKENS,
-        max_model_len=None,
+        max_num_batched_tokens=max(MIN_PREFILL_TOKENS, shape.batch),
+        max_model_len=shape.table_tokens,
         max_prefill_seqs=1,
+        attention=_ATTENTION.value,
+        prefill_attention="xla",  # not run
     )
-    return choose_attention(
-        config,
-        limits,
-        shape.table_tokens,
-        decode=_ATTENTION.value,
-        prefill="xla",  # not run
-        write="auto",
-        interpret=False,
-    )
+    return choose_attention(config, options)
 
 
 def make_steppers(

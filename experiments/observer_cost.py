@@ -22,6 +22,7 @@ from absl import flags
 from tqdm import tqdm
 
 from experiments import reporting
+from paged_jax.config import EngineConfig
 from paged_jax.delivery import Delivery
 from paged_jax.engine_core import EngineCore, Observer
 from paged_jax.executor.interface import Executor, StepResult
@@ -102,10 +103,12 @@ def run_case(num_seqs: int, num_iterations: int, out_dir: Path) -> list[dict[str
     memory = BlockManager(num_seqs * -(-max_len // BLOCK_SIZE) + 1, BLOCK_SIZE)
     scheduler = Scheduler(
         memory,
-        max_num_seqs=num_seqs,
-        max_num_batched_tokens=num_seqs * _PROMPT_TOKENS.value,
-        max_model_len=max_len,
-        max_prefill_seqs=num_seqs,
+        EngineConfig(
+            max_num_seqs=num_seqs,
+            max_num_batched_tokens=num_seqs * _PROMPT_TOKENS.value,
+            max_model_len=max_len,
+            max_prefill_seqs=num_seqs,
+        ),
         eos_token_ids=(),
     )
     core = EngineCore(scheduler, ConstantExecutor(memory))

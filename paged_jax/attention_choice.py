@@ -6,9 +6,9 @@ from typing import NamedTuple
 import jax.numpy as jnp
 
 from paged_jax.attention import PagedAttention
+from paged_jax.config import EngineConfig
 from paged_jax.executor.buckets import prefill_buckets
 from paged_jax.executor.prefill_arrays import PrefillShape
-from paged_jax.limits import Limits
 from paged_jax.models.config import ModelConfig
 from pallas_kernels import kv_write, moves, targets
 from pallas_kernels.paged_attention import AttentionOptions, Call, cache_head_size, resolve
@@ -23,22 +23,14 @@ class AttentionChoice(NamedTuple):
     cache_head_size: int
 
 
-def choose_attention(
-    config: ModelConfig,
-    limits: Limits,
-    max_model_len: int,
-    *,
-    decode: str,
-    prefill: str,
-    write: str,
-    interpret: bool,
-) -> AttentionChoice:
+def choose_attention(config: ModelConfig, engine: EngineConfig) -> AttentionChoice:
     """Implementations by name, or "auto", for the largest steps; ValueError where one refuses."""
+    interpret = engine.interpret_kernels
     if interpret:
         # The interpreter imports it when it first runs. It brings a setting that jit takes into
         # account: every step that is compiled before is compiled again.
         importlib.import_module("jax.experimental.pallas.fuser")
-    D, dtype, target = config.head_dim, jnp.dtype(limits.dtype), targets.current()
+    D, dtype, target = config.head_dim, jnp.dtype(engine.dtype), targets.current()
     options = AttentionOptions(D**-0.5, sliding_window=config.sliding_window, interpret=interpret)
 
     def call(rows: int, num_queries: int, head_size: int) -> Call:
@@ -48,27 +40,27 @@ def choose_attention(
             num_heads=config.num_heads,
             num_kv_heads=config.num_kv_heads,
             head_size=head_size,
-            block_size=limits.block_size,
+            block_size=engine.block_size,
             num_blocks=NUM_BLOCKS,
-            max_blocks=-(-max_model_len // limits.block_size),
+            max_blocks=-(-engine.max_model_len // engine.block_size),
             dtype=dtype,
             options=options,
             target=target,
         )
 
-    num_tokens = prefill_buckets(limits.max_num_batched_tokens)[-1]
-    chunks = PrefillShape.of(num_tokens, limits.max_prefill_seqs)
-    decode_shape, prefill_shape = (limits.max_num_seqs, 1), (chunks.num_rows, chunks.row_tokens)
-    decode = resolve(decode, call(*decode_shape, D), widen=True)
-    prefill = resolve(prefill, call(*prefill_shape, D), widen=True)
+    num_tokens = prefill_buckets(engine.max_num_batched_tokens)[-1]
+    chunks = PrefillShape.of(num_tokens, engine.max_prefill_seqs)
+    decode_shape, prefill_shape = (engine.max_num_seqs, 1), (chunks.num_rows, chunks.row_tokens)
+    decode = resolve(engine.attention, call(*decode_shape, D), widen=True)
+    prefill = resolve(engine.prefill_attention, call(*prefill_shape, D), widen=True)
     width = max(cache_head_size(decode, D), cache_head_size(prefill, D))
     # They share the cache: neither may refuse what the other wants.
     resolve(decode, call(*decode_shape, width))
     resolve(prefill, call(*prefill_shape, width))
 
-    cache = (NUM_BLOCKS, config.num_kv_heads, limits.block_size, width)
+    cache = (NUM_BLOCKS, config.num_kv_heads, engine.block_size, width)
     tokens = moves.MoveCall(num_tokens, 2, cache, dtype, moves.MoveOptions(interpret), target)
-    write = moves.resolve(kv_write.IMPLEMENTATIONS, write, tokens)
+    write = moves.resolve(kv_write.IMPLEMENTATIONS, engine.kv_write, tokens)
     attention = PagedAttention(
         options.scale, config.sliding_window, decode, prefill, write, interpret
     )

@@ -18,11 +18,12 @@ import numpy as np
 from paged_jax.attention_choice import choose_attention
 from paged_jax.compilation import use_persistent_cache
 from paged_jax.completion import complete
+from paged_jax.config import EngineConfig
 from paged_jax.construction import build, device_params
 from paged_jax.delivery import Delivery
 from paged_jax.engine_core import EngineCore, IterationStats
-from paged_jax.limits import Limits, integer
 from paged_jax.loading import LoadedModel, load_config, load_model
+from paged_jax.loading.arrays import weight_dtype
 from paged_jax.memory.policies import PAGED
 from paged_jax.memory.stats import SharingStats
 from paged_jax.observability.metrics import Metrics
@@ -31,7 +32,6 @@ from paged_jax.outputs import RequestOutput
 from paged_jax.prompts import Prompt, encode, is_chat, is_single_prompt
 from paged_jax.request_checks import check_call, check_request
 from paged_jax.scheduling.fitting import QueueFull
-from paged_jax.scheduling.preemption import PreemptionMode
 from paged_jax.scheduling.request import Request
 from paged_jax.scheduling.sampling_params import SamplingParams
 from paged_jax.tracking import OnOutput, RequestRecord
@@ -43,126 +43,47 @@ class Engine:
 
     model: "smollm2" (the packaged model), a Hugging Face directory or a .gguf file; or a
         `LoadedModel`.
-    block_size: slots (tokens) per KV block.
-    num_blocks: blocks of the pool; None: as many as are needed, or fit (`paged_jax.pool_size`).
-    memory_policy: "paged", or one that reserves contiguous blocks for whole sequences:
-        "orca_max", "orca_pow2", "orca_oracle" (`paged_jax.memory.reservations`). These keep no
-        prefixes and swap nothing.
-    max_num_seqs: sequences that run at a time; None: 32 on a CPU, 256 on a GPU.
-    max_num_batched_tokens: tokens per iteration; None: 256 on a CPU, 4096 on a GPU. Longer prompts
-        are prefilled in chunks, beside the decodes, which count first.
-    max_model_len: longest sequence, prompt and output; None: what the model was made for.
-    max_prefill_seqs: prompts prefilled in one step.
-    max_num_waiting: requests that wait, at most; more are refused. None: any number.
-    watermark: fraction of the blocks that admission leaves free for running sequences to grow.
-    enable_prefix_caching: requests use what others have computed of the same beginning, as long as
-        its blocks are not needed (`SamplingParams.cache_salt` keeps requests apart). Sequences of
-        one request share in any case.
-    enable_chunked_prefill: off, each prompt is prefilled in one iteration, for which
-        max_num_batched_tokens has to be at least max_model_len (None: it is).
-    scheduling_policy: in which order requests are served, a name in
-        `paged_jax.scheduling.policies.POLICIES`.
-    preemption_mode: when blocks run out, whoever is last in that order gives up its own:
-        "recompute" computes its tokens again, "swap" moves the blocks to host memory and back, as
-        long as there is room, "auto" does what is estimated to take less time.
-    swap_space_blocks: blocks of host memory to swap to; None: see `pool_size.num_swap_blocks`.
-    target_inter_token_s: seconds between two tokens of a running request, for which prefill is held
-        back; None: as long as an iteration of max_num_batched_tokens takes.
-    pipelined: plan an iteration while the device runs the one before, where its tokens do not
-        matter for that (`paged_jax.pipelining`); None: on a GPU, as a CPU would plan and compute on
-        the same cores. Outputs do not depend on it; a request that comes waits an iteration longer.
-    dtype: of weights and cache; "auto": float32 on a CPU, bfloat16 on a GPU.
-    attention, prefill_attention: an implementation of `pallas_kernels.paged_attention` for either
-        step, by name, or "auto"; kv_write: likewise, of `pallas_kernels.kv_write`.
-    interpret_kernels: run Pallas kernels in Pallas' interpreter: no GPU needed, slow. Nothing is
-        compiled in the background then: JAX does not keep such steps.
-    seed: of requests that bring none.
-    warm_up: compile every step in the background; one that is needed before has priority. `warm_up`
-        waits until all are there, so that no request ever waits for one.
     on_iteration: called with the statistics of every iteration; it must not abort requests. If it
         raises, a warning says so and it is not called again.
+    options: the fields of `paged_jax.config.EngineConfig`, such as ``block_size=16``; it describes
+        each of them.
 
-    ValueError, in one line, for anything that cannot work.
+    ValueError, in one line, for anything that cannot work; TypeError for an unknown option.
     """
 
     def __init__(
         self,
         model: str | LoadedModel = "smollm2",
         *,
-        block_size: int = 16,
-        num_blocks: int | None = None,
-        memory_policy: str = PAGED,
-        max_num_seqs: int | None = None,
-        max_num_batched_tokens: int | None = None,
-        max_model_len: int | None = None,
-        max_prefill_seqs: int = 16,
-        max_num_waiting: int | None = None,
-        watermark: float = 0.01,
-        enable_prefix_caching: bool = True,
-        enable_chunked_prefill: bool = True,
-        scheduling_policy: str = "fcfs",
-        preemption_mode: PreemptionMode = "auto",
-        swap_space_blocks: int | None = None,
-        target_inter_token_s: float | None = None,
-        pipelined: bool | None = None,
-        dtype: str = "auto",
-        attention: str = "auto",
-        prefill_attention: str = "auto",
-        kv_write: str = "auto",
-        interpret_kernels: bool = False,
-        seed: int = 0,
-        warm_up: bool = True,
         on_iteration: Callable[[IterationStats], None] | None = None,
+        **options: Any,
     ):
-        limits = Limits.of(
+        given = EngineConfig.of(options)
+        self.config = model.config if isinstance(model, LoadedModel) else load_config(model)
+        self.options = resolved = given.resolved(
             jax.default_backend(),
-            {
-                "dtype": dtype,
-                "block_size": block_size,
-                "num_blocks": num_blocks,
-                "memory_policy": memory_policy,
-                "max_num_seqs": max_num_seqs,
-                "max_num_batched_tokens": max_num_batched_tokens,
-                "max_model_len": max_model_len,
-                "max_prefill_seqs": max_prefill_seqs,
-                "max_num_waiting": max_num_waiting,
-                "watermark": watermark,
-                "enable_prefix_caching": enable_prefix_caching,
-                "enable_chunked_prefill": enable_chunked_prefill,
-                "scheduling_policy": scheduling_policy,
-                "preemption_mode": preemption_mode,
-                "swap_space_blocks": swap_space_blocks,
-                "target_inter_token_s": target_inter_token_s,
-                "pipelined": pipelined,
-            },
+            model_name=self.config.name,
+            max_position_embeddings=self.config.max_position_embeddings,
         )
-        self.dtype, self.block_size = limits.dtype, limits.block_size
-        self.enable_prefix_caching = enable_prefix_caching and memory_policy == PAGED
-        self.pipelined = limits.pipelined
-        self.max_num_seqs = limits.max_num_seqs
-        self._seeds = np.random.default_rng(integer("seed", seed, low=0))
+        self.dtype, self.block_size = resolved.dtype, resolved.block_size
+        weight_dtype(self.dtype)  # refuses what is no dtype of weights
+        self.enable_prefix_caching = (
+            resolved.enable_prefix_caching and resolved.memory_policy == PAGED
+        )
+        self.pipelined = resolved.pipelined
+        self.max_num_seqs = resolved.max_num_seqs
+        self.max_model_len = resolved.max_model_len
+        self.max_num_batched_tokens = resolved.max_num_batched_tokens
+        self._seeds = np.random.default_rng(resolved.seed)
         self._next_seed = int(self._seeds.integers(2**32))
         use_persistent_cache()
 
-        self.config = model.config if isinstance(model, LoadedModel) else load_config(model)
-        self.max_model_len = limits.model_len(self.config)
-        if max_num_batched_tokens is None and not enable_chunked_prefill:
-            limits = limits.with_whole_prompts(self.max_model_len)
-        self.max_num_batched_tokens = limits.max_num_batched_tokens
-        choice = choose_attention(
-            self.config,
-            limits,
-            self.max_model_len,
-            decode=attention,
-            prefill=prefill_attention,
-            write=kv_write,
-            interpret=interpret_kernels,
-        )
+        choice = choose_attention(self.config, resolved)
         self.attention = choice.attention
-        scheduler, self.executor = build(self.config, limits, choice, self.max_model_len)
+        scheduler, self.executor = build(self.config, resolved, choice)
         self.num_blocks = scheduler.memory.num_total_blocks
         self.num_swap_blocks = scheduler.memory.num_swap_blocks
-        if warm_up and not interpret_kernels:
+        if resolved.warm_up and not resolved.interpret_kernels:
             self.executor.warm_up = WarmUp(self.executor.lowerings())
         try:
             loaded = model if isinstance(model, LoadedModel) else load_model(model, self.dtype)

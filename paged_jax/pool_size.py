@@ -6,8 +6,8 @@ import jax
 import jax.numpy as jnp
 
 from paged_jax.capacity import num_blocks_in, room_for_kv
+from paged_jax.config import EngineConfig
 from paged_jax.kv_cache import bytes_per_block
-from paged_jax.limits import Limits
 from paged_jax.models.config import ModelConfig
 from paged_jax.models.shapes import num_parameters
 
@@ -18,20 +18,19 @@ SWAP_BYTES = 4 << 30  # at most, of host memory for what is swapped out
 
 def num_blocks(
     config: ModelConfig,
-    limits: Limits,
-    max_model_len: int,
+    options: EngineConfig,
     *,
     cache_head_size: int,
 ) -> int:
     """Blocks of the pool, the null block not counted.
 
-    Where ``limits`` does not say: for ``max_num_seqs`` sequences of ``max_model_len`` tokens, or as
-    many as fit in `GPU_MEMORY_SHARE` of a GPU's memory beside the weights, or in `HOST_POOL_BYTES`
-    on a CPU.
+    Where ``options`` does not say: for ``max_num_seqs`` sequences of ``max_model_len`` tokens, or
+    as many as fit in `GPU_MEMORY_SHARE` of a GPU's memory beside the weights, or in
+    `HOST_POOL_BYTES` on a CPU.
     ValueError for more than the device's memory holds, and where not even one block fits.
     """
-    wanted, dtype, block_size = limits.num_blocks, limits.dtype, limits.block_size
-    per_block = _bytes_per_block(config, limits, cache_head_size)
+    wanted, dtype, block_size = options.num_blocks, options.dtype, options.block_size
+    per_block = _bytes_per_block(config, options, cache_head_size)
     device = jax.devices()[0]
     weights = num_parameters(config) * jnp.dtype(dtype).itemsize  # yet to come
     if device.platform == "cpu":
@@ -56,21 +55,21 @@ def num_blocks(
             f"a block of {block_size} slots takes {per_block} bytes, {room} are left for the KV "
             "cache; use a smaller model or block_size"
         )
-    return min(fitting, limits.max_num_seqs * -(-max_model_len // block_size))
+    return min(fitting, options.max_num_seqs * -(-options.max_model_len // block_size))
 
 
 def num_swap_blocks(
-    config: ModelConfig, limits: Limits, num_blocks: int, *, cache_head_size: int
+    config: ModelConfig, options: EngineConfig, num_blocks: int, *, cache_head_size: int
 ) -> int:
     """Blocks of the host pool, for a device pool of ``num_blocks``.
 
-    Where ``limits`` does not say: as many as the device has, within `SWAP_BYTES`. None if
+    Where ``options`` does not say: as many as the device has, within `SWAP_BYTES`. None if
     preemption never swaps, and on a CPU none unless it is to swap: the cache is in host memory
     there, and a larger pool serves better than a second one.
     ValueError for more than the host's memory holds.
     """
-    wanted, mode = limits.swap_space_blocks, limits.preemption_mode
-    per_block = _bytes_per_block(config, limits, cache_head_size)
+    wanted, mode = options.swap_space_blocks, options.preemption_mode
+    per_block = _bytes_per_block(config, options, cache_head_size)
     if wanted is not None:
         if wanted > _host_bytes() // per_block:
             raise ValueError(
@@ -83,13 +82,13 @@ def num_swap_blocks(
     return min(num_blocks, SWAP_BYTES // per_block)
 
 
-def _bytes_per_block(config: ModelConfig, limits: Limits, cache_head_size: int) -> int:
+def _bytes_per_block(config: ModelConfig, options: EngineConfig, cache_head_size: int) -> int:
     return bytes_per_block(
         num_layers=config.num_layers,
         num_kv_heads=config.num_kv_heads,
-        block_size=limits.block_size,
+        block_size=options.block_size,
         head_dim=cache_head_size,
-        dtype=limits.dtype,
+        dtype=options.dtype,
     )
 
 

@@ -4,9 +4,13 @@ from collections.abc import Callable, Iterable
 
 import numpy as np
 
+from paged_jax.config import EngineConfig
 from paged_jax.memory.block_manager import BlockManager
+from paged_jax.memory.interface import MemoryManager
 from paged_jax.scheduling.batch import ScheduledBatch
+from paged_jax.scheduling.estimates import StepEstimates
 from paged_jax.scheduling.logprobs import TokenLogprobs
+from paged_jax.scheduling.policies import Policy
 from paged_jax.scheduling.request import Request, Sequence
 from paged_jax.scheduling.sampling_params import SamplingParams
 from paged_jax.scheduling.scheduler import Scheduler
@@ -22,16 +26,8 @@ def make_scheduler(
     enable_prefix_caching: bool = False,
     num_swap_blocks: int = 0,
     memory: BlockManager | None = None,
-    **limits,
+    **options,
 ) -> Scheduler:
-    limits = {
-        "max_num_seqs": 8,
-        "max_num_batched_tokens": 64,
-        "max_model_len": 64,
-        "max_prefill_seqs": 8,
-        "eos_token_ids": (EOS,),
-        "watermark": 0.0,
-    } | limits
     if memory is None:
         memory = BlockManager(
             num_blocks,
@@ -39,7 +35,32 @@ def make_scheduler(
             enable_prefix_caching=enable_prefix_caching,
             num_swap_blocks=num_swap_blocks,
         )
-    return Scheduler(memory, enable_prefix_caching=enable_prefix_caching, **limits)
+    return scheduler_over(memory, enable_prefix_caching=enable_prefix_caching, **options)
+
+
+def scheduler_over(
+    memory: MemoryManager,
+    *,
+    policy: str | Policy = "fcfs",
+    eos_token_ids: tuple[int, ...] = (EOS,),
+    prefill_sizes: tuple[int, ...] = (),
+    estimates: StepEstimates | None = None,
+    **options,
+) -> Scheduler:
+    small = {
+        "max_num_seqs": 8,
+        "max_num_batched_tokens": 64,
+        "max_model_len": 64,
+        "max_prefill_seqs": 8,
+        "watermark": 0.0,
+    }
+    return Scheduler(
+        memory,
+        EngineConfig(scheduling_policy=policy, **small | options),
+        eos_token_ids=eos_token_ids,
+        prefill_sizes=prefill_sizes,
+        estimates=estimates,
+    )
 
 
 def make_request(

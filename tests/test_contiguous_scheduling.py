@@ -4,7 +4,6 @@ import random
 
 import pytest
 from scheduling_fakes import (
-    EOS,
     FakeExecutor,
     make_request,
     make_scheduler,
@@ -13,6 +12,7 @@ from scheduling_fakes import (
     outputs,
     run_step,
     run_to_end,
+    scheduler_over,
 )
 
 from paged_jax.memory.policies import make_memory
@@ -24,18 +24,9 @@ POLICIES = ("orca_max", "orca_pow2", "orca_oracle")
 def contiguous_scheduler(
     memory_policy: str, num_blocks: int, block_size: int = 4, **limits
 ) -> Scheduler:
-    limits = {
-        "max_num_seqs": 8,
-        "max_num_batched_tokens": 64,
-        "max_model_len": 64,
-        "max_prefill_seqs": 8,
-        "eos_token_ids": (EOS,),
-        "watermark": 0.0,
-        "enable_prefix_caching": False,
-    } | limits
-    max_model_len = limits["max_model_len"]
+    max_model_len = limits.get("max_model_len", 64)
     memory = make_memory(memory_policy, 1 + num_blocks, block_size, max_model_len=max_model_len)
-    return Scheduler(memory, **limits)
+    return scheduler_over(memory, enable_prefix_caching=False, **limits)
 
 
 def random_requests(rng: random.Random) -> list[dict]:

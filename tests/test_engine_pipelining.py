@@ -2,7 +2,6 @@
 
 import itertools
 import time
-from inspect import signature
 
 import numpy as np
 import pytest
@@ -11,7 +10,7 @@ from mixed_requests import TEXT, essence, mixed_requests
 
 from paged_jax import Engine, SamplingParams
 from paged_jax.compilation import count_compilations
-from paged_jax.limits import Limits
+from paged_jax.config import EngineConfig
 
 LETTERS = TEXT.encode()
 
@@ -141,6 +140,6 @@ def test_times_say_where_the_time_went(pair):
 
 @pytest.mark.parametrize(("platform", "default"), [("cpu", False), ("gpu", True)])
 def test_iterations_are_pipelined_on_a_gpu_unless_the_caller_says(platform, default):
-    given = {name: each.default for name, each in signature(Engine).parameters.items()}
+    model = {"model_name": "any", "max_position_embeddings": 1024}
     for pipelined, wanted in ((None, default), (True, True), (False, False)):
-        assert Limits.of(platform, given | {"pipelined": pipelined}).pipelined is wanted
+        assert EngineConfig(pipelined=pipelined).resolved(platform, **model).pipelined is wanted

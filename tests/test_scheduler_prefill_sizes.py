@@ -5,6 +5,7 @@ from bisect import bisect_left
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from scheduling_fakes import scheduler_over
 
 from paged_jax.executor.buckets import prefill_buckets
 from paged_jax.memory.block_manager import BlockManager
@@ -16,7 +17,7 @@ SIZES = (16, 32, 64, 96, 128)
 
 
 def scheduler_of(prompt_lens: list[int], *, sizes=SIZES, budget=128, **limits) -> Scheduler:
-    scheduler = Scheduler(
+    scheduler = scheduler_over(
         BlockManager(1000, 4, enable_prefix_caching=False),
         max_num_seqs=limits.get("max_num_seqs", 32),
         max_num_batched_tokens=budget,
@@ -25,6 +26,7 @@ def scheduler_of(prompt_lens: list[int], *, sizes=SIZES, budget=128, **limits) -
         eos_token_ids=(),
         prefill_sizes=sizes,
         enable_prefix_caching=False,
+        watermark=0.01,
     )
     for i, n in enumerate(prompt_lens):
         params = SamplingParams(max_tokens=3)

@@ -56,7 +56,7 @@ def test_an_empty_prompt_is_refused():
 
 @pytest.mark.parametrize("name", ["max_num_seqs", "max_model_len", "max_prefill_seqs"])
 def test_limits_must_be_positive(name):
-    with pytest.raises(ValueError, match=f"{name} must be at least 1, got 0"):
+    with pytest.raises(ValueError, match=f"{name} must be an integer of at least 1, got 0"):
         make_scheduler(**{name: 0})
 
 

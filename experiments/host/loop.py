@@ -5,6 +5,7 @@ from collections.abc import Iterator
 import numpy as np
 
 from experiments.host.sleeping_device import SleepingDevice
+from paged_jax.config import EngineConfig
 from paged_jax.engine_core import EngineCore
 from paged_jax.memory.block_manager import BlockManager
 from paged_jax.scheduling.request import Request
@@ -36,10 +37,12 @@ def make_loop(
     )
     scheduler = Scheduler(
         memory,
-        max_num_seqs=num_seqs,
-        max_num_batched_tokens=MAX_BATCHED_TOKENS,
-        max_model_len=max_len,
-        max_prefill_seqs=MAX_PREFILL_SEQS,
+        EngineConfig(
+            max_num_seqs=num_seqs,
+            max_num_batched_tokens=MAX_BATCHED_TOKENS,
+            max_model_len=max_len,
+            max_prefill_seqs=MAX_PREFILL_SEQS,
+        ),
         eos_token_ids=(),
     )
     return EngineCore(scheduler, device, is_pipelined=is_pipelined), device

@@ -1,134 +1,50 @@
 """Flags that say what answers: each is an option of `paged_jax.Engine` of the same name."""
 
-from typing import Any, get_args
+import dataclasses
+from typing import Any
 
 from absl import flags
 
 from paged_jax import Engine
-from paged_jax.memory.policies import PAGED, memory_policies
+from paged_jax.config import EngineConfig, choices, value_type
+from paged_jax.memory.policies import memory_policies
 from paged_jax.scheduling.policies import POLICIES
-from paged_jax.scheduling.preemption import PreemptionMode
 
-ENGINE_FLAGS = (
-    "model",
-    "block_size",
-    "num_blocks",
-    "memory_policy",
-    "max_num_seqs",
-    "max_num_batched_tokens",
-    "max_model_len",
-    "max_num_waiting",
-    "watermark",
-    "enable_prefix_caching",
-    "enable_chunked_prefill",
-    "scheduling_policy",
-    "preemption_mode",
-    "swap_space_blocks",
-    "target_inter_token_s",
-    "pipelined",
-    "dtype",
-    "attention",
-    "prefill_attention",
-    "kv_write",
-    "interpret_kernels",
+OPTIONS = tuple(
+    field
+    for field in dataclasses.fields(EngineConfig)
+    if field.name not in ("seed", "warm_up")  # an experiment has its own
 )
+ENGINE_FLAGS = ("model", *(field.name for field in OPTIONS))
 
 
 def define(values: flags.FlagValues) -> None:
     """Define `ENGINE_FLAGS`."""
-
-    def text(name: str, default: str, description: str) -> None:
-        flags.DEFINE_string(name, default, description, flag_values=values)
-
-    def count(name: str, default: int | None, description: str, low: int = 1) -> None:
-        flags.DEFINE_integer(name, default, description, lower_bound=low, flag_values=values)
-
-    def switch(name: str, default: bool | None, description: str) -> None:
-        flags.DEFINE_bool(name, default, description, flag_values=values)
-
-    text("model", "smollm2", "smollm2 (an installed package), a Hugging Face folder or a .gguf.")
-    count("block_size", 16, "Slots (tokens) of a KV block.")
-    count("num_blocks", None, "Blocks of the KV pool; default: as many as are needed, or fit.")
-    flags.DEFINE_enum(
-        "memory_policy",
-        PAGED,
-        list(memory_policies()),
-        "How slots are given out: in pages, or contiguously, as much as a request may need by "
-        "what the name says.",
+    named = {
+        "memory_policy": memory_policies(),
+        "scheduling_policy": tuple(POLICIES),
+        "dtype": ("auto", "float32", "bfloat16"),
+    }
+    flags.DEFINE_string(
+        "model",
+        "smollm2",
+        "The model is smollm2 (an installed package), a Hugging Face folder or a .gguf file.",
         flag_values=values,
     )
-    count(
-        "max_num_seqs",
-        None,
-        "Sequences that run at a time; default: 32 on a CPU, 256 on a GPU.",
-    )
-    count(
-        "max_num_batched_tokens",
-        None,
-        "Tokens of an iteration; default: 256 on a CPU, 4096 on a GPU.",
-    )
-    count(
-        "max_model_len",
-        None,
-        "Longest prompt and output together; default: the model's own limit.",
-    )
-    count("max_num_waiting", None, "Requests that wait at most; more are refused. Default: any.")
-    flags.DEFINE_float(
-        "watermark",
-        0.01,
-        "Fraction of the blocks that admission leaves free for running sequences to grow.",
-        flag_values=values,
-    )
-    switch("enable_prefix_caching", True, "Let requests use what others have computed of the same.")
-    switch(
-        "enable_chunked_prefill",
-        True,
-        "Cut prompts into chunks, so that none holds up those that run; off: each is prefilled in "
-        "one iteration.",
-    )
-    flags.DEFINE_enum(
-        "scheduling_policy",
-        "fcfs",
-        list(POLICIES),
-        "In which order requests are served: first come first served, by --num_priorities, "
-        "shortest prompt first, or in static batches.",
-        flag_values=values,
-    )
-    flags.DEFINE_enum(
-        "preemption_mode",
-        "auto",
-        list(get_args(PreemptionMode)),
-        "How blocks are taken from a request when they run out: it is computed again, swapped to "
-        "host memory, or what is estimated to take less time.",
-        flag_values=values,
-    )
-    count("swap_space_blocks", None, "Blocks of host memory to swap to; default: see Engine.", 0)
-    flags.DEFINE_float(
-        "target_inter_token_s",
-        None,
-        "Seconds between two tokens of a request, for which prefill is held back; default: none.",
-        flag_values=values,
-    )
-    switch(
-        "pipelined",
-        None,
-        "Plan an iteration while the device runs the one before; default: on a GPU, not on a CPU.",
-    )
-    flags.DEFINE_enum(
-        "dtype",
-        "auto",
-        ["auto", "float32", "bfloat16"],
-        "Of weights and KV cache; auto: float32 on a CPU, bfloat16 on a GPU.",
-        flag_values=values,
-    )
-    text("attention", "auto", "Paged attention of decode steps: xla, mosaic_gpu, another, or auto.")
-    text("prefill_attention", "auto", "Paged attention of prefill steps, likewise.")
-    text("kv_write", "auto", "How keys and values are written: xla, mosaic_gpu, another, or auto.")
-    switch(
-        "interpret_kernels",
-        False,
-        "Run Pallas kernels in Pallas' interpreter: no GPU needed, slow.",
-    )
+    for field in OPTIONS:
+        common = (field.name, field.default)
+        kind, text = value_type(field), field.metadata["text"]
+        if kind is bool:
+            flags.DEFINE_bool(*common, text, flag_values=values)
+        elif kind is int:
+            least = field.metadata["least"]
+            flags.DEFINE_integer(*common, text, lower_bound=least, flag_values=values)
+        elif kind is float:
+            flags.DEFINE_float(*common, text, flag_values=values)
+        elif names := named.get(field.name, choices(field)):
+            flags.DEFINE_enum(*common, list(names), text, flag_values=values)
+        else:
+            flags.DEFINE_string(*common, text, flag_values=values)
 
 
 def make_engine(values: flags.FlagValues, *, seed: int) -> Engine:

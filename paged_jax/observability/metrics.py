@@ -33,6 +33,7 @@ from paged_jax.scheduling.fitting import QueueFull
 from paged_jax.scheduling.request import CUT_SHORT, Request
 from paged_jax.scheduling.scheduler import Scheduler
 
+QUEUE_FULL = "max_num_waiting"  # the reason of a refusal, named after the limit
 FINISH_REASONS = ("stop", "length", "abort", "timeout", "error")
 
 
@@ -51,8 +52,8 @@ class Metrics(Observer):
         self.num_prompt_tokens = self.num_cached_tokens = self.num_generated_tokens = 0
         self.num_failed_steps = 0
         self.num_ended = Counter(dict.fromkeys(FINISH_REASONS, 0))
-        self.num_refused = Counter({"max_num_waiting": 0, "invalid_request": 0})
-        lengths = up_to(scheduler.max_model_len)
+        self.num_refused = Counter({QUEUE_FULL: 0, "invalid_request": 0})
+        lengths = up_to(scheduler.config.max_model_len)
         self.iteration_tokens = Histogram(ITERATION_TOKENS)
         self.first_token_s, self.inter_token_s = Histogram(FIRST_TOKEN_S), Histogram(TOKEN_S)
         self.token_s = Histogram(TOKEN_S)
@@ -69,9 +70,8 @@ class Metrics(Observer):
         self.max_tokens.observe(request.params.max_tokens)
 
     def on_request_refused(self, error: ValueError) -> None:
-        self.num_refused[
-            "max_num_waiting" if isinstance(error, QueueFull) else "invalid_request"
-        ] += 1
+        reason = QUEUE_FULL if isinstance(error, QueueFull) else "invalid_request"
+        self.num_refused[reason] += 1
 
     def on_step(self, iteration: Iteration) -> None:
         batch, now = iteration.batch, iteration.end_s

@@ -64,17 +64,6 @@ class PrefillBudget:
         least_tokens: int,
         estimates: StepEstimates,
     ):
-        if target_inter_token_s is not None:
-            if not 0 < target_inter_token_s < float("inf"):
-                raise ValueError(
-                    "target_inter_token_s must be above 0 seconds and finite, got "
-                    f"{target_inter_token_s}"
-                )
-            if not is_chunked:
-                raise ValueError(
-                    f"target_inter_token_s {target_inter_token_s} holds back prefill, which takes "
-                    "chunks: leave enable_chunked_prefill on"
-                )
         self._max_tokens = max_num_batched_tokens
         self._is_chunked = is_chunked
         self._target_s = target_inter_token_s

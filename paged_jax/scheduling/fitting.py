@@ -10,12 +10,12 @@ class QueueFull(ValueError):
     """As many requests wait as may."""
 
 
-def check_queue(request: Request, num_waiting: int, max_num_waiting: int) -> None:
-    """QueueFull if one more request may not wait."""
-    if num_waiting >= max_num_waiting:
+def check_queue(request: Request, num_waiting: int, limit: int | None) -> None:
+    """QueueFull if one more request may not wait; ``limit`` None: any number may."""
+    if limit is not None and num_waiting >= limit:
         raise QueueFull(
             f"request {request.request_id!r}: {num_waiting} requests wait, and max_num_waiting is "
-            f"{max_num_waiting}; send it again later"
+            f"{limit}; send it again later"
         )
 
 

@@ -31,6 +31,7 @@ its own sequences each other, each once more.
 
 import collections.abc
 
+from paged_jax.config import EngineConfig
 from paged_jax.memory.interface import MemoryManager
 from paged_jax.memory.usage import MemoryUsage
 from paged_jax.scheduling.admission import Admission
@@ -42,10 +43,9 @@ from paged_jax.scheduling.ending import Unfinished
 from paged_jax.scheduling.estimates import StepEstimates
 from paged_jax.scheduling.fitting import check_fits, check_queue, pin
 from paged_jax.scheduling.forks import add_forks
-from paged_jax.scheduling.limits import check_limits
 from paged_jax.scheduling.logprobs import TokenLogprobs
-from paged_jax.scheduling.policies import Policy, key_of, make_policy
-from paged_jax.scheduling.preemption import Preemption, PreemptionMode
+from paged_jax.scheduling.policies import key_of, make_policy
+from paged_jax.scheduling.preemption import Preemption
 from paged_jax.scheduling.prefill_sizes import fit_to_sizes
 from paged_jax.scheduling.queues import Queues
 from paged_jax.scheduling.request import FinishReason, Request, Sequence, SequenceStatus
@@ -55,88 +55,50 @@ from paged_jax.scheduling.results import Results
 class Scheduler(Counters):
     """Decides what each iteration computes: schedule -> execute -> update.
 
-    max_num_seqs: sequences that run at a time.
-    max_num_batched_tokens: tokens per iteration; decodes count first, then prefill chunks.
-    max_model_len: longest sequence, prompt and output together.
-    max_prefill_seqs: prefill chunks per iteration.
+    config: the engine's options, all resolved; `paged_jax.config` describes them.
     eos_token_ids: tokens that end every sequence which does not set `ignore_eos`.
-    watermark: fraction of the blocks that admission leaves free for running sequences to grow.
     prefill_sizes: tokens of a prefill step that the executor computes without padding, ascending;
         none: any number.
-    enable_prefix_caching: whether requests share what they have in common; sequences of one
-        request always do.
-    policy: in which order requests are served, by name or as an object.
-    preemption_mode: how blocks are taken when they run out, see `Preemption`.
-    enable_chunked_prefill: whether prompts are cut into chunks. Otherwise each is computed whole
-        in one iteration, for which `max_num_batched_tokens` must be at least `max_model_len`.
-    target_inter_token_s: seconds that an iteration with decodes should take at most; by it prefill
-        is held back. None: they take what they take.
-    max_num_waiting: requests that wait, at most; more are refused. None: any number.
     estimates: what iterations cost; whoever executes them feeds it.
     """
 
     def __init__(
         self,
         memory: MemoryManager,
+        config: EngineConfig,
         *,
-        max_num_seqs: int,
-        max_num_batched_tokens: int,
-        max_model_len: int,
-        max_prefill_seqs: int,
         eos_token_ids: collections.abc.Iterable[int],
-        watermark: float = 0.01,
         prefill_sizes: collections.abc.Sequence[int] = (),
-        enable_prefix_caching: bool = True,
-        policy: str | Policy = "fcfs",
-        preemption_mode: PreemptionMode = "auto",
-        enable_chunked_prefill: bool = True,
-        target_inter_token_s: float | None = None,
-        max_num_waiting: int | None = None,
         estimates: StepEstimates | None = None,
     ):
-        check_limits(
-            max_num_seqs=max_num_seqs,
-            max_num_batched_tokens=max_num_batched_tokens,
-            max_model_len=max_model_len,
-            max_prefill_seqs=max_prefill_seqs,
-            max_num_waiting=max_num_waiting,
-            watermark=watermark,
-            enable_chunked_prefill=enable_chunked_prefill,
-        )
         super().__init__()
         self.memory = memory
-        self.policy = make_policy(policy)
+        self.config = config
+        self.policy = make_policy(config.scheduling_policy)
         self.estimates = StepEstimates() if estimates is None else estimates
-        self.max_num_seqs = max_num_seqs
-        self.max_num_batched_tokens = max_num_batched_tokens
-        self.max_model_len = max_model_len
-        self.max_prefill_seqs = max_prefill_seqs
-        self.max_num_waiting = max_num_waiting
-        self.enable_chunked_prefill = enable_chunked_prefill
         # Where prompts are not cut, not even to save padding.
-        self._prefill_sizes = tuple(prefill_sizes) if enable_chunked_prefill else ()
+        self._prefill_sizes = tuple(prefill_sizes) if config.enable_chunked_prefill else ()
         self._prefill_budget = PrefillBudget(
-            max_num_batched_tokens,
-            is_chunked=enable_chunked_prefill,
-            target_inter_token_s=target_inter_token_s,
+            config.max_num_batched_tokens,
+            is_chunked=config.enable_chunked_prefill,
+            target_inter_token_s=config.target_inter_token_s,
             least_tokens=min(prefill_sizes, default=1),
             estimates=self.estimates,
         )
         self._eos_token_ids = frozenset(eos_token_ids)
-        self._enable_prefix_caching = enable_prefix_caching
 
         self.queues = Queues()
         self._unfinished = Unfinished(memory, self.queues)
-        self._preemption = Preemption(memory, self.queues, preemption_mode, self.estimates)
+        self._preemption = Preemption(memory, self.queues, config.preemption_mode, self.estimates)
         self._admission = Admission(
             memory,
             self.queues,
             self._preemption,
             self.policy,
-            max_num_seqs=max_num_seqs,
-            watermark_blocks=int(watermark * memory.num_total_blocks),
+            max_num_seqs=config.max_num_seqs,
+            watermark_blocks=int(config.watermark * memory.num_total_blocks),
         )
-        self._results = Results(memory, self.queues, self._unfinished, frozenset(eos_token_ids))
+        self._results = Results(memory, self.queues, self._unfinished, self._eos_token_ids)
         self._num_added = 0
         self._num_blocks_left = 0  # free ones when an iteration was planned last
 
@@ -154,18 +116,17 @@ class Scheduler(Counters):
             check_fits(
                 request,
                 self.memory,
-                max_model_len=self.max_model_len,
-                max_num_seqs=self.max_num_seqs,
+                max_model_len=self.config.max_model_len,
+                max_num_seqs=self.config.max_num_seqs,
             )
-            if self.max_num_waiting is not None:
-                check_queue(request, self.num_waiting_requests, self.max_num_waiting)
+            check_queue(request, self.num_waiting_requests, self.config.max_num_waiting)
             request.rank = key_of(self.policy, request), self._num_added
         except ValueError:
             self.num_refused += 1
             raise
         request.begin(self._eos_token_ids)
         salt = request.params.cache_salt
-        request.salt = salt if self._enable_prefix_caching else (request.request_id,)
+        request.salt = salt if self.config.enable_prefix_caching else (request.request_id,)
         self._num_added += 1
         self._unfinished.add(request)
 
@@ -222,8 +183,8 @@ class Scheduler(Counters):
         """
         plan = PrefillPlan(
             self._prefill_budget.beside(num_decodes),
-            self.max_prefill_seqs,
-            is_chunked=self.enable_chunked_prefill,
+            self.config.max_prefill_seqs,
+            is_chunked=self.config.enable_chunked_prefill,
         )
         for seq in self.queues.prefilling:
             if plan.has_room:
@@ -240,7 +201,9 @@ class Scheduler(Counters):
         prefills = plan.chunks
         fit_to_sizes(prefills, self._prefill_sizes)
         if prefills:
-            add_forks(prefills, self.memory, self.max_num_seqs - self.queues.num_taken_places)
+            add_forks(
+                prefills, self.memory, self.config.max_num_seqs - self.queues.num_taken_places
+            )
         swaps = self.memory.pending_swaps()
         self._num_blocks_left = self.memory.num_free_blocks
         return ScheduledBatch(
