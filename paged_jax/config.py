@@ -67,7 +67,8 @@ class EngineConfig:
     )
     max_num_seqs: int = option(
         None,
-        "At most this many sequences run at a time. The default is 32 on a CPU and 256 on a GPU.",
+        "Sequences that run at a time are at most this many. The default is 32 on a CPU and 256 on "
+        "a GPU.",
         least=1,
         on_cpu=32,  # a laptop's compute saturates early
         on_gpu=256,

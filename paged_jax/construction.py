@@ -16,9 +16,7 @@ from paged_jax.scheduling.scheduler import Scheduler
 
 
 def build(
-    config: ModelConfig,
-    options: EngineConfig,
-    attention: AttentionChoice,
+    config: ModelConfig, options: EngineConfig, attention: AttentionChoice
 ) -> tuple[Scheduler, JaxExecutor]:
     """An idle scheduler and an executor without parameters; names as in `paged_jax.Engine`."""
     head_size = attention.cache_head_size

@@ -61,16 +61,15 @@ class RealEngine:
         policies: Mapping[str, Any] = MappingProxyType({}),
         **limits: Any,
     ):
-        self._policies: dict[str, Any] = {
+        options: dict[str, Any] = {
             "max_prefill_seqs": min(MAX_PREFILL_SEQS, max_num_seqs),
             "watermark": WATERMARK,
             "enable_prefix_caching": False,
             "preemption_mode": "recompute",
             **policies,
+            **limits,
         }
-        self.engine = Engine(
-            model, max_num_seqs=max_num_seqs, pipelined=False, **self._policies, **limits
-        )
+        self.engine = Engine(model, max_num_seqs=max_num_seqs, pipelined=False, **options)
         self._clock = self.engine.core.clock = clock
         self._recorder = WorkRecorder(self.engine.executor, self.engine.block_size)
         self.engine.core.executor = self._recorder
@@ -89,15 +88,13 @@ class RealEngine:
     def system(self) -> SystemConfig:
         """What simulates this engine."""
         engine = self.engine
-        return SystemConfig(
-            num_slots=engine.num_blocks * engine.block_size,
-            block_size=engine.block_size,
-            max_num_seqs=engine.max_num_seqs,
-            max_num_batched_tokens=engine.max_num_batched_tokens,
-            max_model_len=engine.max_model_len,
-            prefill_sizes=tuple(prefill_buckets(engine.max_num_batched_tokens)),
-            **self._policies,
-        )
+        buckets = prefill_buckets(engine.max_num_batched_tokens)
+        simulated: dict[str, Any] = {
+            "num_slots": engine.num_blocks * engine.block_size,
+            "swap_space_blocks": engine.num_swap_blocks,
+            "prefill_sizes": tuple(buckets),
+        }
+        return SystemConfig(**vars(engine.options) | simulated)
 
     def serve(
         self, requests: Sequence[WorkloadRequest], description: str | None = None
