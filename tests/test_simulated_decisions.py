@@ -34,13 +34,13 @@ def requests(count: int) -> list[WorkloadRequest]:
 
 CASES: dict[str, dict[str, Any]] = {
     "paged": {},
-    "static": {"policies": {"scheduling_policy": "static"}},
-    "shortest_prompt_first": {"policies": {"scheduling_policy": "shortest_prompt_first"}},
-    "whole_prompts": {"policies": {"enable_chunked_prefill": False}, "max_num_batched_tokens": 128},
-    "orca_max": {"policies": {"memory_policy": "orca_max"}},
-    "orca_pow2": {"policies": {"memory_policy": "orca_pow2"}},
-    "orca_oracle": {"policies": {"memory_policy": "orca_oracle"}},
-    "swap": {"policies": {"preemption_mode": "swap", "swap_space_blocks": 16}},
+    "static": {"scheduling_policy": "static"},
+    "shortest_prompt_first": {"scheduling_policy": "shortest_prompt_first"},
+    "whole_prompts": {"enable_chunked_prefill": False, "max_num_batched_tokens": 128},
+    "orca_max": {"memory_policy": "orca_max"},
+    "orca_pow2": {"memory_policy": "orca_pow2"},
+    "orca_oracle": {"memory_policy": "orca_oracle"},
+    "swap": {"preemption_mode": "swap", "swap_space_blocks": 16},
 }
 
 

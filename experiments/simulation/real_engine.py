@@ -1,9 +1,8 @@
 """A real engine, what it takes for a workload, and the system that simulates it."""
 
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
-from types import MappingProxyType
 from typing import Any
 
 from tqdm import tqdm
@@ -48,8 +47,7 @@ class WorkRecorder(Executor):
 class RealEngine:
     """An engine whose runs are measured by `clock`.
 
-    `policies` are what `Engine` and `SystemConfig` both have, `limits` are `Engine`'s. Prefix
-    caching is off: requests share nothing.
+    `options` are those of `Engine`. Prefix caching is off: requests share nothing.
     """
 
     def __init__(
@@ -58,18 +56,17 @@ class RealEngine:
         clock: RunClock,
         *,
         max_num_seqs: int,
-        policies: Mapping[str, Any] = MappingProxyType({}),
-        **limits: Any,
+        **options: Any,
     ):
-        options: dict[str, Any] = {
+        defaults: dict[str, Any] = {
             "max_prefill_seqs": min(MAX_PREFILL_SEQS, max_num_seqs),
             "watermark": WATERMARK,
             "enable_prefix_caching": False,
             "preemption_mode": "recompute",
-            **policies,
-            **limits,
         }
-        self.engine = Engine(model, max_num_seqs=max_num_seqs, pipelined=False, **options)
+        self.engine = Engine(
+            model, max_num_seqs=max_num_seqs, pipelined=False, **defaults | options
+        )
         self._clock = self.engine.core.clock = clock
         self._recorder = WorkRecorder(self.engine.executor, self.engine.block_size)
         self.engine.core.executor = self._recorder
