@@ -26,10 +26,10 @@ from typing import Any
 
 from absl import flags
 
-from experiments import reporting
-from experiments.comparing.differences import Difference, differences
-from experiments.comparing.ratios import FIGURES, Compared, compare_figure
-from experiments.comparing.sides import (
+from experiments.lib import reporting, workload_flags
+from experiments.lib.comparing_differences import Difference, differences
+from experiments.lib.comparing_ratios import FIGURES, Compared, compare_figure
+from experiments.lib.comparing_sides import (
     BASELINE,
     CANDIDATE,
     check_fitting,
@@ -38,8 +38,7 @@ from experiments.comparing.sides import (
     serve_in_turn,
     timed,
 )
-from experiments.serving import workload_flags
-from experiments.serving.engine_flags import engine_facts
+from experiments.lib.engine_flags import engine_facts
 
 flags.adopt_module_key_flags(workload_flags)
 

@@ -44,15 +44,13 @@ from pathlib import Path
 
 from absl import flags
 
-from experiments import reporting
-from experiments.serving import engine_flags, workload_flags
-from experiments.serving.driver import require_fitting, serve
-from experiments.serving.engine_flags import engine_facts, make_engine
-from experiments.serving.figures import request_rows, run_figures, step_rows
-from experiments.serving.occupancy import plot_occupancy
-from experiments.serving.tables import print_completions, summary, tables
-from experiments.serving.timeline import plot_timeline
-from experiments.serving.workload_flags import SEED, WORKLOAD, lengths, make_workload
+from experiments.lib import engine_flags, reporting, workload_flags
+from experiments.lib.driver import require_fitting, serve
+from experiments.lib.engine_flags import engine_facts, make_engine
+from experiments.lib.serving_figures import request_rows, run_figures, step_rows
+from experiments.lib.serving_plots import plot_occupancy, plot_timeline
+from experiments.lib.serving_tables import print_completions, summary, tables
+from experiments.lib.workload_flags import SEED, WORKLOAD, lengths, make_workload
 from paged_jax import Engine
 from paged_jax.observability.chrome_trace import ChromeTrace
 from paged_jax.observability.iteration_log import IterationLog

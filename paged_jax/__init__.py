@@ -10,17 +10,17 @@ from typing import TYPE_CHECKING, Any
 from paged_jax.xla_flags import prefer_vector_loops
 
 if TYPE_CHECKING:
-    from paged_jax.engine import Engine
+    from paged_jax.engine.engine import Engine
     from paged_jax.outputs import CompletionOutput, RequestOutput
-    from paged_jax.scheduling.sampling_params import SamplingParams
+    from paged_jax.sampling_params import SamplingParams
 
 prefer_vector_loops()
 
 _HOME = {
-    "Engine": "paged_jax.engine",
+    "Engine": "paged_jax.engine.engine",
     "CompletionOutput": "paged_jax.outputs",
     "RequestOutput": "paged_jax.outputs",
-    "SamplingParams": "paged_jax.scheduling.sampling_params",
+    "SamplingParams": "paged_jax.sampling_params",
 }
 
 __all__ = ["CompletionOutput", "Engine", "RequestOutput", "SamplingParams"]

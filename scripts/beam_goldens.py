@@ -18,7 +18,7 @@ SEED = 3
 # Added to log-probabilities: above what other ways of computing them differ by; to break ties.
 TEXT_NOISE, TABLE_NOISE, TRIALS = 1e-4, 1e-6, 3
 TABLES, TABLE_ROWS, TABLE_VOCAB, CASES_A_TABLE = 20, 41, 12, 15
-TABLE_STRIDE = 7  # tests/test_beam_search.py walks the tables in the same way
+TABLE_STRIDE = 7  # tests/scheduling/test_beam_search.py walks the tables in the same way
 PENALTIES = (1.0, 0.0, 2.0, -1.0)
 EARLY_STOPPING: tuple[bool | str, ...] = (False, True, "never")
 

@@ -8,4 +8,4 @@ set -euo pipefail
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd -P)
 export PYTHONPATH="$root${PYTHONPATH:+:$PYTHONPATH}"
 # -P: a folder called experiments where the caller stands is not meant.
-exec "${PYTHON:-python3}" -P -m experiments.gpu_check "$@"
+exec "${PYTHON:-python3}" -P -m experiments.kernels.gpu_check "$@"

@@ -34,13 +34,12 @@ from absl import flags
 from jax import Array
 from tqdm import tqdm
 
-from experiments import reporting
-from paged_jax.attention import causal_attention
+from experiments.lib import reporting
 from paged_jax.loading import build_byte_tokenizer, load_model
-from paged_jax.loading.hf_export import write_hf_weights
+from paged_jax.loading.hf_directory import write_hf_weights
 from paged_jax.models.config import ModelConfig
-from paged_jax.models.shapes import num_parameters
-from paged_jax.models.split import Params, bind, flatten, init_params, nest
+from paged_jax.models.params import Params, bind, flatten, init_params, nest, num_parameters
+from paged_jax.steps.attention import causal_attention
 
 _OUT_DIR = flags.DEFINE_string("out_dir", "out/tiny_lm", "Folder for the model and its curve.")
 _STEPS = flags.DEFINE_integer("steps", 400, "Optimiser steps.", lower_bound=10)

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from absl import flags
 
-from experiments.serving import engine_flags
+from experiments.lib import engine_flags
 from paged_jax import Engine
 from paged_jax.config import EngineConfig
 from paged_jax.simulation.system import SystemConfig

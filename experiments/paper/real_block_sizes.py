@@ -7,14 +7,13 @@ from typing import Any
 import numpy as np
 from tqdm import tqdm
 
+from experiments.lib.driver import ServedRun, require_fitting, serve
 from experiments.paper.block_sizes import Row, held_figures
-from experiments.paper.prefixes import SHARED_PREFIXES
-from experiments.paper.requests import draw
-from experiments.serving.driver import ServedRun, require_fitting, serve
-from paged_jax.engine import Engine
-from paged_jax.kv_cache import bytes_per_block
+from experiments.paper.requests import SHARED_PREFIXES, draw
+from paged_jax.engine.engine import Engine
 from paged_jax.loading import LoadedModel
-from paged_jax.scheduling.sampling_params import SamplingParams
+from paged_jax.sampling_params import SamplingParams
+from paged_jax.steps.kv_cache import bytes_per_block
 from paged_jax.workloads import VocabRange, WorkloadRequest
 
 

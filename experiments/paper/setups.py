@@ -2,9 +2,8 @@
 
 from dataclasses import dataclass
 
-from paged_jax.capacity import room_for_kv
-from paged_jax.simulation.hardware import GPU, find_gpu
-from paged_jax.simulation.model_shapes import ModelShape, find_model_shape
+from paged_jax.memory.sizing import room_for_kv
+from paged_jax.simulation.setups import GPU, ModelShape, find_gpu, find_model_shape
 
 GIB = 2**30
 

@@ -1,14 +1,16 @@
 """One simulated run: a system of the paper's at a request rate, and what came of it."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
+from typing import NamedTuple
 
 import numpy as np
+from matplotlib.axes import Axes
 
 from experiments.paper.requests import poisson_requests
 from experiments.paper.setups import Deployment
 from experiments.paper.systems import SYSTEMS
-from paged_jax.scheduling.sampling_params import SamplingParams
+from paged_jax.sampling_params import SamplingParams
 from paged_jax.simulation.run import simulate
 from paged_jax.workloads import WorkloadRequest
 
@@ -157,3 +159,50 @@ def first_rate(load: Load) -> float:
 
 def _by_rate(points: dict[float, Point]) -> list[Point]:
     return [points[rate] for rate in sorted(points)]
+
+
+SHOWN_LATENCY_S = 1.0  # of the vertical axes, as the paper's
+
+
+class CurvePoint(NamedTuple):
+    """A simulated run of a search."""
+
+    system: str
+    rate: float  # requests/s
+    normalised_latency_s: float | None
+    batch_size: float  # mean over time
+    preemptions: int
+
+
+def curve_points(found: Sustained) -> list[CurvePoint]:
+    """All runs of a search, by rate."""
+    return [
+        CurvePoint(
+            found.load.system,
+            point.rate,
+            point.normalised_latency_s,
+            point.mean_batch_size,
+            point.num_preemptions,
+        )
+        for point in found.points
+    ]
+
+
+def plot_panel(axes: Axes, found: Iterable[Sustained]) -> None:
+    """A line for each system, always in the same colour."""
+    rates = []
+    for result in found:
+        system = SYSTEMS[result.load.system]
+        points = [
+            (point.rate, point.normalised_latency_s)
+            for point in result.points
+            if point.normalised_latency_s is not None
+        ]
+        if points:
+            colour = f"C{list(SYSTEMS).index(system.name)}"
+            axes.plot(
+                *zip(*points, strict=True), "o-", color=colour, markersize=3, label=system.label
+            )
+        rates += [result.rate] if result.rate else []
+    axes.set(xlim=(0, 1.3 * max(rates, default=1.0)), ylim=(0, SHOWN_LATENCY_S))
+    axes.set_xlabel("request rate (requests/s)")

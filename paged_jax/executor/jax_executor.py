@@ -12,8 +12,23 @@ import jax.numpy as jnp
 import numpy as np
 from jax.stages import Lowered
 
-from paged_jax.attention import PagedAttention
-from paged_jax.decode import (
+from paged_jax.executor.buckets import bucket_of, padded
+from paged_jax.executor.compilation import WarmUp
+from paged_jax.executor.decode_rows import DecodeRows, TokenFeed
+from paged_jax.executor.interface import StepResult
+from paged_jax.executor.pending import SCORE_ROWS, Pending, prompt_logprobs
+from paged_jax.executor.prefill_arrays import PrefillArrays, PrefillShape, prefill_arrays
+from paged_jax.executor.sampling_rows import sampling_batch, sampling_rows
+from paged_jax.executor.swap_pool import SwapPool, read_step, write_step
+from paged_jax.memory.interface import MemoryManager
+from paged_jax.models.config import ModelConfig
+from paged_jax.models.params import Params, expected_shapes, nest
+from paged_jax.scheduling.batch import PrefillChunk, ScheduledBatch
+from paged_jax.scheduling.logprobs import TokenLogprobs
+from paged_jax.scheduling.request import Sequence
+from paged_jax.steps.attention import PagedAttention
+from paged_jax.steps.kv_cache import PagedKVCache
+from paged_jax.steps.model_steps import (
     copy_step,
     decode_step,
     head_step,
@@ -22,25 +37,7 @@ from paged_jax.decode import (
     score_step,
     take_step,
 )
-from paged_jax.executor.buckets import bucket_of, padded
-from paged_jax.executor.decode_rows import DecodeRows
-from paged_jax.executor.interface import StepResult
-from paged_jax.executor.logprobs import SCORE_ROWS, prompt_logprobs
-from paged_jax.executor.pending import Pending
-from paged_jax.executor.prefill_arrays import PrefillArrays, PrefillShape, prefill_arrays
-from paged_jax.executor.sampling_rows import sampling_batch, sampling_rows
-from paged_jax.executor.swap_pool import SwapPool, read_step, write_step
-from paged_jax.executor.token_feed import TokenFeed
-from paged_jax.kv_cache import PagedKVCache
-from paged_jax.memory.interface import MemoryManager
-from paged_jax.models.config import ModelConfig
-from paged_jax.models.shapes import expected_shapes
-from paged_jax.models.split import Params, nest
-from paged_jax.sampling import ArrayLike, Sampled, SamplingBatch
-from paged_jax.scheduling.batch import PrefillChunk, ScheduledBatch
-from paged_jax.scheduling.logprobs import TokenLogprobs
-from paged_jax.scheduling.request import Sequence
-from paged_jax.warm_up import WarmUp
+from paged_jax.steps.sampling import ArrayLike, Sampled, SamplingBatch
 
 
 class JaxExecutor:

@@ -4,14 +4,14 @@ from typing import NamedTuple
 
 import numpy as np
 
-from paged_jax.attention import PrefillIndex
 from paged_jax.executor.buckets import padded
 from paged_jax.memory.interface import MemoryManager
 from paged_jax.scheduling.batch import PrefillChunk
+from paged_jax.steps.attention import PrefillIndex
 
 
 class PrefillArrays(NamedTuple):
-    """Arguments of `paged_jax.decode.prefill_step`."""
+    """Arguments of `paged_jax.steps.model_steps.prefill_step`."""
 
     tokens: np.ndarray  # i32[N]
     positions: np.ndarray  # i32[N]

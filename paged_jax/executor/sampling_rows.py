@@ -4,8 +4,8 @@ from collections.abc import Iterable
 
 import numpy as np
 
-from paged_jax.sampling import MAX_END_TOKENS, ArrayLike, SamplingBatch
 from paged_jax.scheduling.request import Sequence
+from paged_jax.steps.sampling import MAX_END_TOKENS, ArrayLike, SamplingBatch
 
 # One row; names as in SamplingBatch, whose flags are those of any row.
 ROW = np.dtype(

@@ -9,7 +9,7 @@ import numpy as np
 from jax import Array
 
 from paged_jax.executor.buckets import bucket_of, padded
-from paged_jax.kv_cache import PagedKVCache, read_blocks, write_blocks
+from paged_jax.steps.kv_cache import PagedKVCache, read_blocks, write_blocks
 
 STAGING_BYTES = 64 << 20  # at most, of what one step moves: it takes as much on the device besides
 MAX_STEP_BLOCKS = 64

@@ -2,8 +2,20 @@
 
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
-from paged_jax.loading import transformers_tokenizer
-from paged_jax.loading.byte_alphabet import BYTE_TO_CHARACTER
+from paged_jax.loading import tokenizer as transformers_tokenizer
+
+_PRINTABLE = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), 256)]
+
+
+def _characters() -> list[str]:
+    """Printable bytes stand for themselves, the others for the characters from 256 on."""
+    others = iter(range(256, 512))
+    return [chr(byte if byte in _PRINTABLE else next(others)) for byte in range(256)]
+
+
+BYTE_TO_CHARACTER = tuple(_characters())
+CHARACTER_TO_BYTE = {character: byte for byte, character in enumerate(BYTE_TO_CHARACTER)}
+
 
 BOS, EOS, PAD = "<|bos|>", "<|eos|>", "<|pad|>"  # ids 256, 257, 258
 

@@ -19,7 +19,7 @@ from tokenizers import (
     processors,
 )
 
-from paged_jax.loading import transformers_tokenizer
+from paged_jax.loading import tokenizer as transformers_tokenizer
 from paged_jax.loading.gguf_file import GgufFile
 
 _GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"

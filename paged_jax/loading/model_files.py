@@ -9,7 +9,7 @@ from paged_jax.loading.gguf_file import GgufFile
 from paged_jax.loading.gguf_model import GgufTensors, read_gguf_config
 from paged_jax.loading.gguf_tokenizer import read_gguf_tokenizer
 from paged_jax.loading.hf_directory import HfTensors, read_hf_config
-from paged_jax.loading.transformers_tokenizer import Tokenizer, read_hf_tokenizer
+from paged_jax.loading.tokenizer import Tokenizer, read_hf_tokenizer
 from paged_jax.loading.weights import assemble
 from paged_jax.models.config import ModelConfig
 
@@ -22,7 +22,7 @@ class LoadedModel:
     """A model on the host."""
 
     config: ModelConfig
-    weights: dict[str, FloatArray]  # canonical name -> array, see paged_jax.models.shapes
+    weights: dict[str, FloatArray]  # canonical name -> array, see paged_jax.models.params
     tokenizer: Tokenizer
 
 

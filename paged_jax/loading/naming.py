@@ -1,14 +1,14 @@
 """How files name the parts of the canonical parameters, and what shapes those parts have.
 
 Files keep one [out, in] matrix per projection; the model keeps [in, out] kernels with query, key
-and value fused, gate and up fused (`paged_jax.models.shapes`).
+and value fused, gate and up fused (`paged_jax.models.params`).
 """
 
 from collections.abc import Mapping
 from dataclasses import dataclass
 
 from paged_jax.models.config import ModelConfig
-from paged_jax.models.shapes import expected_shapes
+from paged_jax.models.params import expected_shapes
 
 
 @dataclass(frozen=True)

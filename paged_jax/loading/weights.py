@@ -8,7 +8,7 @@ import numpy as np
 from paged_jax.loading.arrays import FloatArray, weight_dtype
 from paged_jax.loading.naming import Naming, Part, file_parts
 from paged_jax.models.config import ModelConfig
-from paged_jax.models.shapes import expected_shapes
+from paged_jax.models.params import expected_shapes
 
 _MAX_LISTED = 8  # names in an error; a wrong config misses every layer's
 

@@ -7,13 +7,11 @@ from copy import copy
 from itertools import takewhile
 
 from paged_jax.memory.block_pool import BlockPool
-from paged_jax.memory.holding import Holding
+from paged_jax.memory.holding import Holding, paged_usage
 from paged_jax.memory.interface import Swaps
-from paged_jax.memory.paged_usage import paged_usage
 from paged_jax.memory.prefix_cache import Node, PrefixCache
-from paged_jax.memory.stats import SharingStats
 from paged_jax.memory.swap_space import SwapSpace
-from paged_jax.memory.usage import MemoryUsage
+from paged_jax.memory.usage import MemoryUsage, SharingStats
 
 
 class BlockManager:

@@ -19,14 +19,38 @@ systems without paging do (section 4.4). `num_sequences` of `allocate` reserves 
 """
 
 from collections import Counter
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 
 from paged_jax.memory.block_pool import NULL_BLOCK
 from paged_jax.memory.buddy import BuddyAllocator, order_of
 from paged_jax.memory.interface import Swaps
-from paged_jax.memory.reservations import Reservation
-from paged_jax.memory.stats import SharingStats
-from paged_jax.memory.usage import MemoryUsage
+from paged_jax.memory.usage import MemoryUsage, SharingStats
+
+Reservation = Callable[[int, int, int], int]
+
+
+def reserve_max(num_prompt_tokens: int, max_num_tokens: int, max_model_len: int) -> int:
+    """Orca (Max): as many as the longest sequence has tokens."""
+    return max_model_len
+
+
+def reserve_pow2(num_prompt_tokens: int, max_num_tokens: int, max_model_len: int) -> int:
+    """Orca (Pow2): the output rounded up to a power of two, so at most twice what it needs."""
+    num_output_tokens = max_num_tokens + 1 - num_prompt_tokens  # the last one needs no slot
+    return min(num_prompt_tokens + (1 << order_of(num_output_tokens)), max_model_len)
+
+
+def reserve_oracle(num_prompt_tokens: int, max_num_tokens: int, max_model_len: int) -> int:
+    """Orca (Oracle): what is needed. The length of the output is known if nothing ends it early."""
+    return max_num_tokens
+
+
+RESERVATIONS: dict[str, Reservation] = {
+    "orca_max": reserve_max,
+    "orca_pow2": reserve_pow2,
+    "orca_oracle": reserve_oracle,
+}
+
 
 FIRST_BLOCK = NULL_BLOCK + 1  # stands for the buddy allocator's first unit
 

@@ -3,8 +3,7 @@
 from collections.abc import Hashable, Mapping, Sequence
 from typing import NamedTuple, Protocol
 
-from paged_jax.memory.stats import SharingStats
-from paged_jax.memory.usage import MemoryUsage
+from paged_jax.memory.usage import MemoryUsage, SharingStats
 
 
 class Swaps(NamedTuple):

@@ -1,9 +1,8 @@
 """Memory managers by name: how KV slots are granted, all else equal."""
 
 from paged_jax.memory.block_manager import BlockManager
-from paged_jax.memory.contiguous import ContiguousManager
+from paged_jax.memory.contiguous import RESERVATIONS, ContiguousManager
 from paged_jax.memory.interface import MemoryManager
-from paged_jax.memory.reservations import RESERVATIONS
 
 PAGED = "paged"
 

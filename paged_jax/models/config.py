@@ -1,7 +1,7 @@
 """What a Llama-family decoder looks like: sizes, rotary embedding, special tokens.
 
 `ModelConfig.from_hf` reads a Hugging Face `config.json` (already parsed), written by transformers
-4 or 5. The weights it calls for are listed by `paged_jax.models.shapes.expected_shapes`.
+4 or 5. The weights it calls for are listed by `paged_jax.models.params.expected_shapes`.
 """
 
 import math

@@ -13,10 +13,9 @@ phases: waiting, prefill, running, swapped.
 
 from pathlib import Path
 
-from paged_jax.engine_core import EngineCore, Iteration, Observer
-from paged_jax.observability.lanes import Lanes
+from paged_jax.engine.core import EngineCore, Iteration, Observer
 from paged_jax.observability.phases import Phase, RequestPhases
-from paged_jax.observability.trace_file import TraceFile
+from paged_jax.observability.trace_file import Lanes, TraceFile
 from paged_jax.outputs import RequestOutput
 from paged_jax.scheduling.request import Request, SequenceStatus
 

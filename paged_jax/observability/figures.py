@@ -1,10 +1,50 @@
 """Figures under their names, whatever reads them: a scrape, a table, a test."""
 
-from collections.abc import Iterable, Mapping
+from bisect import bisect_left
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Literal
 
-from paged_jax.observability.histogram import Histogram
+# Seconds; vLLM's.
+FIRST_TOKEN_S = (
+    *(0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5),
+    *(10.0, 20.0, 40.0, 80.0, 160.0, 640.0, 2560.0),
+)
+TOKEN_S = (
+    *(0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5),
+    *(10.0, 20.0, 40.0, 80.0),
+)
+REQUEST_S = (
+    *(0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 40.0, 50.0, 60.0),
+    *(120.0, 240.0, 480.0, 960.0, 1920.0, 7680.0),
+)
+ITERATION_TOKENS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
+FEW = (1, 2, 5, 10, 20)
+
+
+def up_to(limit: int) -> tuple[int, ...]:
+    """1, 2, 5, 10, 20, 50, ... as far as `limit` goes."""
+    steps = (digit * 10**power for power in range(len(str(limit))) for digit in (1, 2, 5))
+    return tuple(step for step in steps if step <= limit)
+
+
+class Histogram:
+    """Counts of values by the smallest bucket that is no less; those beyond all count as well."""
+
+    def __init__(self, bounds: Sequence[float]):
+        self.bounds = tuple(bounds)
+        self.sum = 0.0
+        self._counts = [0] * (len(self.bounds) + 1)
+
+    def observe(self, value: float, count: int = 1) -> None:
+        """Count a value `count` times."""
+        self._counts[bisect_left(self.bounds, value)] += count
+        self.sum += value * count
+
+    def cumulative(self) -> list[int]:
+        """How many values each bucket holds with all before it; the last holds all."""
+        return list(accumulate(self._counts))
 
 
 @dataclass(frozen=True, slots=True)

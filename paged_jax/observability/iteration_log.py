@@ -4,9 +4,9 @@ import dataclasses
 import json
 from pathlib import Path
 
-from paged_jax.engine_core import IterationStats, Observer
+from paged_jax.engine.core import IterationStats, Observer
 from paged_jax.memory.usage import MemoryUsage
-from paged_jax.observability.output_file import open_output
+from paged_jax.observability.trace_file import open_output
 from paged_jax.outputs import RequestOutput
 
 

@@ -5,11 +5,40 @@ that `close` adds, after a crash, viewers still open it. Times are whole microse
 """
 
 import json
+from bisect import insort
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
-from paged_jax.observability.output_file import open_output
+
+class Lanes:
+    """Numbers lanes from 0; a request takes the lowest that has been free since its arrival."""
+
+    def __init__(self) -> None:
+        self.num_lanes = 0
+        self._free: list[tuple[int, int]] = []  # (lane, time from which it is free), by lane
+
+    def take(self, time: int) -> int:
+        """A lane on which nothing has been drawn after `time`."""
+        for index, (lane, free_from) in enumerate(self._free):
+            if free_from <= time:
+                del self._free[index]
+                return lane
+        self.num_lanes += 1
+        return self.num_lanes - 1
+
+    def give_back(self, lane: int, time: int) -> None:
+        """What was drawn on the lane ends at `time`."""
+        insort(self._free, (lane, time))
+
+
+def open_output(path: str | Path, *, by_line: bool = False) -> TextIO:
+    """A new file; each line is in it at once if `by_line`. ValueError if it cannot be written."""
+    try:
+        return Path(path).open("w", buffering=1 if by_line else -1)
+    except OSError as error:
+        raise ValueError(f"cannot write {path}: {error.strerror}") from None
+
 
 _encode = json.JSONEncoder(separators=(",", ":"), allow_nan=False).encode
 Args = Mapping[str, Any]

@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from paged_jax.engine_core import EngineCore, Observer
+from paged_jax.engine.core import EngineCore, Observer
 
 
 @contextmanager

@@ -1,8 +1,8 @@
 """Admission: which of those that wait, or are swapped out, run from now on."""
 
 from paged_jax.memory.interface import MemoryManager
+from paged_jax.scheduling.batch import num_branches
 from paged_jax.scheduling.chunking import PrefillPlan
-from paged_jax.scheduling.forks import num_branches
 from paged_jax.scheduling.policies import Policy
 from paged_jax.scheduling.preemption import Preemption
 from paged_jax.scheduling.queues import Queues

@@ -1,8 +1,7 @@
 """What a scheduler is doing and has done, in numbers."""
 
-from paged_jax.scheduling.ending import Unfinished
 from paged_jax.scheduling.preemption import Preemption
-from paged_jax.scheduling.queues import Queues
+from paged_jax.scheduling.queues import Queues, Unfinished
 
 
 class Counters:

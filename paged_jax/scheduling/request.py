@@ -6,9 +6,9 @@ from collections.abc import Hashable
 from dataclasses import dataclass, field
 from typing import Literal
 
+from paged_jax.sampling_params import SamplingParams
 from paged_jax.scheduling.beam_search import BeamSearch
 from paged_jax.scheduling.logprobs import TokenLogprobs
-from paged_jax.scheduling.sampling_params import SamplingParams
 
 FinishReason = Literal["stop", "length", "abort", "timeout", "error"]
 CUT_SHORT: tuple[FinishReason, ...] = ("abort", "timeout", "error")

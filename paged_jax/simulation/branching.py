@@ -13,7 +13,7 @@ ShareGPT prompts of 27 to 213 tokens, 96 output tokens each: 6,080 rows of candi
 log-odds have mean 2.24 and deviation 3.18 and correlate by 0.44 between beams; of the probability
 that likelier tokens leave, the 2nd to 6th take 0.35, 0.22, 0.16, 0.14 and 0.11 in the median, where
 the power below gives 0.29, 0.21, 0.16, 0.13 and 0.11.
-`experiments.memory_sharing` puts real searches beside simulated ones of the same lengths.
+`experiments.paper.fig15_memory_sharing` puts real searches beside simulated ones of the same lengths.
 """
 
 from collections.abc import Sequence

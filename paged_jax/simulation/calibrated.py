@@ -27,7 +27,7 @@ from numpy.typing import NDArray
 from scipy.optimize import nnls
 
 from paged_jax.executor.buckets import bucket_of
-from paged_jax.simulation.step_work import StepWork
+from paged_jax.simulation.cost_model import StepWork
 
 Measured = tuple[StepWork, float]  # an iteration's work, and the seconds that it took
 

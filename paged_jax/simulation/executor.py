@@ -1,13 +1,40 @@
 """An executor that computes nothing: it asks a cost model for the time and lets it pass."""
 
+import math
+
 from paged_jax.executor.interface import Executor, StepResult
 from paged_jax.memory.interface import MemoryManager
 from paged_jax.scheduling.batch import ScheduledBatch
 from paged_jax.scheduling.logprobs import TokenLogprobs
 from paged_jax.simulation.branching import BeamCandidates
-from paged_jax.simulation.clock import VirtualClock
-from paged_jax.simulation.cost_model import CostModel
-from paged_jax.simulation.step_work import StepWork
+from paged_jax.simulation.cost_model import CostModel, StepWork
+
+
+class VirtualClock:
+    """Seconds since the start of a simulated run; called like `time.perf_counter`.
+
+    It moves only when it is told to, and only forwards: ValueError for anything else.
+    """
+
+    __slots__ = ("_now",)
+
+    def __init__(self) -> None:
+        self._now = 0.0
+
+    def __call__(self) -> float:
+        return self._now
+
+    def advance(self, seconds: float) -> None:
+        """Let time pass."""
+        if not (math.isfinite(seconds) and seconds >= 0):
+            raise ValueError(f"time cannot pass by {seconds} s; a step's time is at least 0")
+        self._now += seconds
+
+    def advance_to(self, time_s: float) -> None:
+        """Let time pass until then."""
+        if not (math.isfinite(time_s) and time_s >= self._now):
+            raise ValueError(f"the clock cannot go from {self._now} s to {time_s} s")
+        self._now = time_s
 
 
 class SimulatedExecutor(Executor):

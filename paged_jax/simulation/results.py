@@ -5,8 +5,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from paged_jax.engine_core import IterationStats
-from paged_jax.memory.stats import SharingStats
+from paged_jax.engine.core import IterationStats
+from paged_jax.memory.usage import SharingStats
 
 
 @dataclass(frozen=True, slots=True)

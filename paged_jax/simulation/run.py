@@ -9,13 +9,12 @@ from typing import Any
 import numpy as np
 from tqdm import tqdm
 
-from paged_jax.engine_core import EngineCore, Iteration, IterationStats
+from paged_jax.engine.core import EngineCore, Iteration, IterationStats
+from paged_jax.sampling_params import SamplingParams
 from paged_jax.scheduling.request import Request
-from paged_jax.scheduling.sampling_params import SamplingParams
 from paged_jax.simulation.branching import BeamCandidates
-from paged_jax.simulation.clock import VirtualClock
 from paged_jax.simulation.cost_model import CostModel
-from paged_jax.simulation.executor import SimulatedExecutor
+from paged_jax.simulation.executor import SimulatedExecutor, VirtualClock
 from paged_jax.simulation.results import SimulatedRequest, SimulatedRun
 from paged_jax.simulation.system import SystemConfig
 from paged_jax.workloads import WorkloadRequest

@@ -22,7 +22,7 @@ from paged_jax.workloads.lengths import (
 from paged_jax.workloads.limits import LimitReport, limit_lengths
 from paged_jax.workloads.mooncake import MooncakeRow, mooncake_requests, read_mooncake
 from paged_jax.workloads.prompts import prompt_requests, read_prompts
-from paged_jax.workloads.request import WorkloadRequest
+from paged_jax.workloads.request import VocabRange, WorkloadRequest
 from paged_jax.workloads.sharegpt import (
     ShareGPTReport,
     find_packaged_sharegpt,
@@ -34,7 +34,6 @@ from paged_jax.workloads.sharegpt_lengths import (
     sharegpt_length_requests,
     sharegpt_lengths,
 )
-from paged_jax.workloads.synthetic import VocabRange
 
 __all__ = [
     "ARRIVALS",

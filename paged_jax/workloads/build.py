@@ -18,9 +18,8 @@ from paged_jax.workloads.lengths import NAMED_LENGTHS, Lengths, length_requests
 from paged_jax.workloads.limits import LimitReport, Overflow, limit_lengths
 from paged_jax.workloads.mooncake import mooncake_requests, read_mooncake
 from paged_jax.workloads.prompts import prompt_requests, read_prompts
-from paged_jax.workloads.request import WorkloadRequest
+from paged_jax.workloads.request import VocabRange, WorkloadRequest
 from paged_jax.workloads.sharegpt import find_packaged_sharegpt, read_sharegpt, sharegpt_requests
-from paged_jax.workloads.synthetic import VocabRange
 
 KINDS = ("sharegpt", "azure", "mooncake", "burstgpt", "lengths", "prompts")
 ARRIVALS = ("all_at_once", "poisson", "gamma", "trace")

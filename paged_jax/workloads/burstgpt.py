@@ -7,10 +7,8 @@ from pathlib import Path
 
 import numpy as np
 
-from paged_jax.workloads.csv_trace import read_columns
-from paged_jax.workloads.files import line_error, token_count, whole_number
-from paged_jax.workloads.request import WorkloadRequest
-from paged_jax.workloads.synthetic import VocabRange, random_token_ids
+from paged_jax.workloads.files import line_error, read_columns, token_count, whole_number
+from paged_jax.workloads.request import VocabRange, WorkloadRequest, random_token_ids
 
 COLUMNS = ("Timestamp", "Request tokens", "Response tokens")
 

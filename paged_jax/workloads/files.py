@@ -1,7 +1,33 @@
 """Reading trace files line by line, so that every complaint can name its line."""
 
-from collections.abc import Iterator
+import csv
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+
+
+def read_columns(path: str | Path, columns: Sequence[str]) -> Iterator[tuple[int, list[str]]]:
+    """Each row's line number and its fields of the named columns; blank lines are passed over.
+
+    Columns may come in any order and with others. ValueError names the line that is no row.
+    """
+    lines = read_lines(path)
+    _, header = next(lines, (1, ""))
+    names = [name.strip() for name in header.split(",")]
+    if missing := [name for name in columns if name not in names]:
+        raise line_error(path, 1, f"no column {', '.join(missing)} in the header {header!r}")
+    places = [names.index(name) for name in columns]
+    for number, line in lines:
+        if not line.strip():
+            continue
+        try:
+            fields = next(csv.reader([line], strict=True))
+        except csv.Error as error:
+            raise line_error(path, number, str(error)) from None
+        if len(fields) != len(names):
+            message = f"{len(names)} fields expected, got {len(fields)} in {line!r}"
+            raise line_error(path, number, message)
+        yield number, [fields[place] for place in places]
+
 
 # No model takes as many; a longer length is a slip in the file, and its prompt fills the memory.
 MAX_TOKENS = 10_000_000

@@ -7,8 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from paged_jax.workloads.files import MAX_TOKENS
-from paged_jax.workloads.request import WorkloadRequest
-from paged_jax.workloads.synthetic import VocabRange, random_token_ids
+from paged_jax.workloads.request import VocabRange, WorkloadRequest, random_token_ids
 
 
 @dataclass(frozen=True)

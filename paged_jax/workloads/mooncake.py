@@ -8,8 +8,7 @@ from pathlib import Path
 import numpy as np
 
 from paged_jax.workloads.files import line_error, read_lines, token_count, whole_number
-from paged_jax.workloads.request import WorkloadRequest
-from paged_jax.workloads.synthetic import VocabRange, random_token_ids
+from paged_jax.workloads.request import VocabRange, WorkloadRequest, random_token_ids
 
 HASH_BLOCK_TOKENS = 512
 

@@ -11,9 +11,8 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from paged_jax.workloads.request import WorkloadRequest
+from paged_jax.workloads.request import VocabRange, WorkloadRequest, random_token_ids
 from paged_jax.workloads.sharegpt import find_packaged_sharegpt, read_sharegpt
-from paged_jax.workloads.synthetic import VocabRange, random_token_ids
 
 LengthTable = NDArray[np.int32]  # [exchanges, 2]: tokens of the prompt, tokens of the reply
 

@@ -2,10 +2,10 @@
 
 import numpy as np
 import pytest
-from attention_checks import SCALE
 
 from pallas_kernels.lab.cases import make_case
 from pallas_kernels.paged_attention import paged_attention, paged_prefill_attention
+from tests.kernels.attention_checks import SCALE
 
 
 def wrong(name: str, replacement: np.ndarray) -> tuple[np.ndarray, ...]:

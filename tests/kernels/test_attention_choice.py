@@ -3,7 +3,6 @@
 import jax
 import jax.numpy as jnp
 import pytest
-from attention_checks import SCALE
 
 from pallas_kernels import targets
 from pallas_kernels.lab import aot
@@ -18,6 +17,7 @@ from pallas_kernels.paged_attention import (
 )
 from pallas_kernels.paged_attention.triton import TritonTuning
 from pallas_kernels.targets import TARGETS, compiling_for
+from tests.kernels.attention_checks import SCALE
 
 lowers_triton = pytest.mark.filterwarnings(
     "ignore:The Pallas Triton backend is deprecated:DeprecationWarning"

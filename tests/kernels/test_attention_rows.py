@@ -2,10 +2,10 @@
 
 import numpy as np
 import pytest
-from attention_checks import ANYWHERE, SCALE, check, jitted, standard_case
 
 from pallas_kernels.lab.cases import Case, make_case
 from pallas_kernels.lab.float64 import expected
+from tests.kernels.attention_checks import ANYWHERE, SCALE, check, jitted, standard_case
 
 anywhere = pytest.mark.parametrize("impl", ANYWHERE)
 

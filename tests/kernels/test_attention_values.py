@@ -4,12 +4,19 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
-from attention_checks import ANYWHERE, SCALE, check, contexts_for, jitted, standard_case
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pallas_kernels.lab.cases import Case, make_case
 from pallas_kernels.lab.float64 import expected
+from tests.kernels.attention_checks import (
+    ANYWHERE,
+    SCALE,
+    check,
+    contexts_for,
+    jitted,
+    standard_case,
+)
 
 anywhere = pytest.mark.parametrize("impl", ANYWHERE)
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import jax
 import pytest
 
-from experiments.latency import search
+from experiments.kernels import autotune as search
 from pallas_kernels.paged_attention.triton import TritonTuning
 from pallas_kernels.paged_attention.tuning import Tuning
 
@@ -86,7 +86,13 @@ def test_the_packaged_table_is_the_one_that_kernels_read():
 
 
 def run(out_dir: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "experiments.autotune", f"--out_dir={out_dir}", *arguments]
+    command = [
+        sys.executable,
+        "-m",
+        "experiments.kernels.autotune",
+        f"--out_dir={out_dir}",
+        *arguments,
+    ]
     return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
 
 

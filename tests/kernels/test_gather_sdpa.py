@@ -4,7 +4,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from attention_checks import SCALE
 
 from pallas_kernels import targets
 from pallas_kernels.lab.cases import make_case
@@ -16,6 +15,7 @@ from pallas_kernels.paged_attention import (
     refusal,
 )
 from pallas_kernels.targets import TARGETS, compiling_for
+from tests.kernels.attention_checks import SCALE
 
 
 def call(dtype: str = "bfloat16", head_size: int = 128, **options) -> Call:

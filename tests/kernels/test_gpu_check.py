@@ -10,11 +10,12 @@ from pathlib import Path
 import jax
 import pytest
 
-from experiments.device_check import plan, runner, sanitizer
-from experiments.device_check.checks import LatencyCheck, Settings, ValueCheck, ValueRow, is_fault
-from experiments.device_check.goals import goals
-from experiments.device_check.report import Report
-from experiments.latency.measure import Row, empty_row
+from experiments.kernels import gpu_plan as plan
+from experiments.kernels import gpu_runner as runner
+from experiments.kernels import sanitizer
+from experiments.kernels.gpu_checks import LatencyCheck, Settings, ValueCheck, ValueRow, is_fault
+from experiments.kernels.gpu_report import Report, goals
+from experiments.kernels.measure import Row, empty_row
 from pallas_kernels.lab.checks import OPS, CheckResult, lab_of
 from pallas_kernels.lab.worker import Outcome
 from pallas_kernels.paged_attention import IMPLEMENTATIONS
@@ -177,7 +178,7 @@ def test_a_latency_check_that_crashed_is_a_row_that_says_so():
     measured = latency_row("mosaic_gpu", time_us=1.0)
     assert check.row(Outcome("returned", measured), SETTINGS) is measured
     name, args = check.call(SETTINGS)
-    assert name == "experiments.device_check.jobs:latency"
+    assert name == "experiments.kernels.gpu_jobs:latency"
     assert args == ("mosaic_gpu", plan.FULL_BATCH, 4000, 0.1, False)
 
 
@@ -272,10 +273,10 @@ MISSING = ("flax", "gguf", "optax", "safetensors", "tokenizers", "transformers",
 @pytest.mark.parametrize(
     "work",
     [
-        "import experiments.autotune",
-        "import experiments.kernel_latency",
-        "from experiments.gpu_check import plan; assert plan.chosen(plan.full_plan(), None)",
-        "import experiments.device_check.jobs",
+        "import experiments.kernels.autotune",
+        "import experiments.kernels.latency",
+        "from experiments.kernels.gpu_check import plan; assert plan.chosen(plan.full_plan(), None)",
+        "import experiments.kernels.gpu_jobs",
     ],
 )
 def test_a_bare_jax_is_enough_and_the_device_is_left_to_the_worker(work):

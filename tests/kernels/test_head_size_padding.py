@@ -3,11 +3,11 @@
 import ml_dtypes
 import numpy as np
 import pytest
-from attention_checks import jitted
 
 from pallas_kernels.lab.cases import Case, make_case
 from pallas_kernels.lab.float64 import expected
 from pallas_kernels.paged_attention import IMPLEMENTATIONS, cache_head_size
+from tests.kernels.attention_checks import jitted
 
 
 def padded(case: Case, width: int) -> Case:

@@ -26,7 +26,7 @@ class Run(NamedTuple):
 def kernel_check(out_dir: Path, *flags: str) -> Run:
     """Run the command, with the toys of the tests importable."""
     done = subprocess.run(
-        [sys.executable, "-m", "experiments.kernel_check", f"--out_dir={out_dir}", *flags],
+        [sys.executable, "-m", "experiments.kernels.check", f"--out_dir={out_dir}", *flags],
         cwd=HERE.parent.parent,
         env={**os.environ, "PYTHONPATH": os.pathsep.join([str(HERE), *sys.path])},
         capture_output=True,

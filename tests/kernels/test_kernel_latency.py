@@ -17,9 +17,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from experiments.latency import contenders, figures, measure, tables, timing
-from experiments.latency.contenders import Contender, contender
-from experiments.latency.shapes import (
+from experiments.kernels import baselines as contenders
+from experiments.kernels import latency_tables as figures
+from experiments.kernels import latency_tables as tables
+from experiments.kernels import measure, timing
+from experiments.kernels.baselines import Contender, contender
+from experiments.kernels.shapes import (
     GEOMETRIES,
     Geometry,
     Shape,
@@ -375,7 +378,7 @@ def test_the_figure_shows_the_papers_ratios(tmp_path):
 
 
 def run(*arguments: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "experiments.kernel_latency", *arguments]
+    command = [sys.executable, "-m", "experiments.kernels.latency", *arguments]
     return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
 
 

@@ -5,7 +5,6 @@ import re
 
 import numpy as np
 import pytest
-from toys.gather import gathered
 
 from pallas_kernels.lab import aot, attention, block_copy, kv_write
 from pallas_kernels.lab.checks import (
@@ -17,6 +16,7 @@ from pallas_kernels.lab.checks import (
 )
 from pallas_kernels.lab.interpreter import OutOfBounds, Race, watch
 from pallas_kernels.paged_attention import AttentionOptions
+from tests.kernels.toys.gather import gathered
 
 SMALL = attention.Spec("small", batch=4, num_heads=4, head_size=64, max_blocks=3)
 

@@ -20,8 +20,8 @@ from pallas_kernels.lab.checks import CheckResult, check_values
 from pallas_kernels.lab.float64 import expected
 from pallas_kernels.lab.worker import Worker
 from pallas_kernels.paged_attention import AttentionOptions, Call, refusal
-from pallas_kernels.paged_attention.contiguous import contiguous_attention
-from pallas_kernels.paged_attention.mosaic_tiles import Tiles, quotient
+from pallas_kernels.paged_attention.mosaic_gpu.contiguous import contiguous_attention
+from pallas_kernels.paged_attention.mosaic_gpu.tiles import Tiles, quotient
 from pallas_kernels.paged_attention.tuning import Tuning
 from pallas_kernels.targets import TARGETS, compiling_for
 

@@ -65,7 +65,7 @@ def results(tmp_path_factory) -> tuple[int, dict[str, dict]]:
     copies = [plant(folder, name, edits) for name, edits in faults.items()]
     done = subprocess.run(
         [
-            *(sys.executable, "-m", "experiments.kernel_check"),
+            *(sys.executable, "-m", "experiments.kernels.check"),
             *(f"--impl={','.join(copies)}", "--case=long context", f"--out_dir={folder}/out"),
         ],
         cwd=ROOT,

@@ -7,7 +7,6 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
-from attention_checks import SCALE, check, contexts_for, jitted
 
 from pallas_kernels import targets
 from pallas_kernels.lab import aot
@@ -22,6 +21,7 @@ from pallas_kernels.paged_attention import (
 )
 from pallas_kernels.paged_attention.triton import TritonTuning, default_tuning
 from pallas_kernels.targets import TARGETS, compiling_for
+from tests.kernels.attention_checks import SCALE, check, contexts_for, jitted
 
 # Small tiles, and more shares than short contexts have tiles.
 SMALL = TritonTuning(block_kv=16, block_rows=16, num_splits=3)

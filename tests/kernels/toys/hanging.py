@@ -6,7 +6,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from pallas_kernels.paged_attention import AttentionResult, reference
-from toys.gather import LANES, ROWS, gather_rows
+from tests.kernels.toys.gather import LANES, ROWS, gather_rows
 
 
 def attend(*arguments: Array, **options: Any) -> AttentionResult:

@@ -1,1 +1,0 @@
-"""The parts of `experiments.compare`: two engines, their outputs side by side, paired ratios."""

@@ -1,1 +1,0 @@
-"""The engine's loop over a device that computes nothing."""

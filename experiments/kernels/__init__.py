@@ -1,0 +1,1 @@
+"""The kernel lab's scripts: checks, latency, tuning."""

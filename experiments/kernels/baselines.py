@@ -1,0 +1,211 @@
+"""What is measured beside one another: our kernels, the contiguous one, JAX's and cuDNN's.
+
+Each takes its inputs in the layout it wants, which is made before anything is timed.
+"""
+
+import dataclasses
+import importlib
+import math
+import warnings
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+from experiments.kernels.shapes import Inputs, Shape, paged
+from experiments.kernels.timing import Arguments
+from pallas_kernels import targets
+from pallas_kernels.paged_attention import (
+    IMPLEMENTATIONS,
+    AttentionOptions,
+    Call,
+    Unsupported,
+    cache_head_size,
+    paged_prefill_attention,
+)
+
+
+class Contender(NamedTuple):
+    """An implementation, ready for a shape; all its variants compute the same.
+
+    prepare: inputs and a seed (for the order of blocks) -> the arguments of every variant.
+    variants: by the settings that tell them apart; ``(*arguments) -> [B, T, Hq, D]``.
+    """
+
+    prepare: Callable[[Inputs, int], Arguments]
+    variants: Mapping[str, Callable[..., Array]]
+
+
+def contender(
+    name: str, shape: Shape, *, interpret: bool = False, tuning: Any | None = None
+) -> Contender:
+    """Of a name in `OTHERS`, or an implementation of paged attention.
+
+    `Unsupported` says why it cannot do the shape here, ValueError that there is no such name.
+    """
+    scale = 1 / math.sqrt(shape.geometry.head_size)
+    if name in OTHERS:
+        if shape.queries > 1 and name != "contiguous":
+            raise Unsupported(f"{name} is here for decoding, not for {shape.queries} queries")
+        return OTHERS[name](shape, scale, interpret)
+
+    def attend(q: Array, k: Array, v: Array, tables: Array, lens: Array) -> Array:
+        return paged_prefill_attention(
+            *(q, k, v, tables, lens, lens - shape.queries),
+            scale=scale,
+            impl=name,
+            interpret=interpret,
+            tuning=tuning,
+        ).out
+
+    width = cache_head_size(name, shape.geometry.head_size)
+    return Contender(partial(paged, shape=shape, cache_head_size=width), {"": attend})
+
+
+def check_name(name: str) -> None:
+    """ValueError unless `contender` knows the name; a dotted one is a kernel's module."""
+    if "." not in name and name not in (*IMPLEMENTATIONS, *OTHERS):
+        known = ", ".join((*IMPLEMENTATIONS, *OTHERS))
+        raise ValueError(f"unknown attention {name!r}; choose of {known}, or name a module")
+
+
+def contiguous(shape: Shape, scale: float, interpret: bool) -> Contender:
+    """The kernel body of `mosaic_gpu` over caches ``[B, Hk, L, D]``, tuned as it is."""
+    from pallas_kernels.paged_attention.mosaic_gpu.contiguous import contiguous_attention
+    from pallas_kernels.paged_attention.tuning import default_tuning
+
+    B, T, S, M = shape.batch, shape.queries, shape.block_size, shape.blocks_per_row
+    options = AttentionOptions(scale, interpret=interpret)
+    dtype = jnp.dtype(shape.dtype)
+    call = Call(B, T, *shape.geometry, S, B * M, M, dtype, options, targets.current())
+    tuning = default_tuning(call)
+    padding = -M * S % math.lcm(S, tuning.block_kv)  # to whole tiles
+
+    def prepare(inputs: Inputs, seed: int) -> Arguments:
+        wider = ((0, 0), (0, 0), (0, padding), (0, 0))
+        return inputs.q, jnp.pad(inputs.k, wider), jnp.pad(inputs.v, wider), inputs.context_lens
+
+    def attend(q: Array, k: Array, v: Array, lens: Array) -> Array:
+        tuned = dataclasses.replace(options, tuning=tuning)
+        return contiguous_attention(q, k, v, lens, lens - T, options=tuned, block_size=S).out
+
+    return Contender(prepare, {"": attend})
+
+
+def xla_contiguous(shape: Shape, scale: float, interpret: bool) -> Contender:
+    """Two plain products over caches ``[B, Hk, L, D]``."""
+
+    def attend(q: Array, k: Array, v: Array, context_lens: Array) -> Array:
+        B, _, Hq, D = q.shape
+        _, Hk, L, _ = k.shape
+        grouped = q.reshape(B, Hk, Hq // Hk, D)
+        used = jnp.arange(L) < context_lens[:, None]
+        # Keys first: XLA's CPU products are faster so.
+        scores = jnp.einsum("bhld,bhgd->bhlg", k, grouped, preferred_element_type=jnp.float32)
+        scores = jnp.where(used[:, None, None], scale * scores.swapaxes(2, 3), -jnp.inf)
+        weights = jax.nn.softmax(scores, axis=-1).astype(v.dtype)
+        return jnp.einsum("bhgl,bhld->bhgd", weights, v).reshape(q.shape)
+
+    return Contender(lambda inputs, seed: inputs, {"": attend})
+
+
+def jax_paged(shape: Shape, scale: float, interpret: bool) -> Contender:
+    """JAX's own paged attention (Pallas Triton), with its default of 16 splits and with fewer."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)
+        kernel = _imported("jax.experimental.pallas.ops.gpu.paged_attention").paged_attention
+    D, M = shape.geometry.head_size, shape.blocks_per_row
+    if D & (D - 1) or shape.block_size & (shape.block_size - 1):
+        raise Unsupported("JAX's kernel wants powers of two for head size and block size")
+
+    def prepare(inputs: Inputs, seed: int) -> Arguments:
+        q, k, v, tables, lens = paged(inputs, seed, shape=shape, cache_head_size=D)
+        # It knows no scale.
+        return q[:, 0] * scale, k.swapaxes(0, 1), v.swapaxes(0, 1), tables, lens
+
+    def attend(*arguments: Array, **settings: int) -> Array:
+        out: Array = kernel(*arguments, interpret=interpret, **settings)
+        return out[:, None]
+
+    variants = {}
+    for k_splits in (16, 4, 1):
+        if M % k_splits == 0:
+            # As many blocks at a time as divide a split, up to its default of 8.
+            blocks = math.gcd(M // k_splits, 8)
+            variants[f"{k_splits} splits"] = partial(
+                attend, k_splits=k_splits, pages_per_compute_block=blocks
+            )
+    return Contender(prepare, variants)
+
+
+def cudnn_paged(shape: Shape, scale: float, interpret: bool) -> Contender:
+    """cuDNN's paged attention, as JAX calls it; it takes our layout as it is."""
+    cudnn = _cudnn()
+    D = shape.geometry.head_size
+
+    def prepare(inputs: Inputs, seed: int) -> Arguments:
+        q, k, v, tables, lens = paged(inputs, seed, shape=shape, cache_head_size=D)
+        return q.swapaxes(1, 2), k, v, tables[:, None, :, None], lens
+
+    def attend(q: Array, k: Array, v: Array, tables: Array, lens: Array) -> Array:
+        out = cudnn.paged_attention(
+            *(q, k, v, jnp.ones_like(lens), lens, tables, tables),
+            scale=scale,
+            mask_type=cudnn.MaskType.PADDING,
+            qkv_layout="BNTH",
+        )
+        return out.swapaxes(1, 2)
+
+    return Contender(prepare, {"": attend})
+
+
+def cudnn_contiguous(shape: Shape, scale: float, interpret: bool) -> Contender:
+    """cuDNN's attention over contiguous caches, through `jax.nn.dot_product_attention`."""
+    _cudnn()
+
+    def prepare(inputs: Inputs, seed: int) -> Arguments:
+        q, k, v, lens = inputs
+        return q, k.swapaxes(1, 2), v.swapaxes(1, 2), lens
+
+    def attend(q: Array, k: Array, v: Array, lens: Array) -> Array:
+        return jax.nn.dot_product_attention(
+            *(q, k, v),
+            scale=scale,
+            query_seq_lengths=jnp.ones_like(lens),
+            key_value_seq_lengths=lens,
+            implementation="cudnn",
+        )
+
+    return Contender(prepare, {"": attend})
+
+
+# These read caches [B, Hk, L, D]: no block size matters to them.
+CONTIGUOUS = ("contiguous", "xla_contiguous", "cudnn_contiguous")
+
+OTHERS: dict[str, Callable[[Shape, float, bool], Contender]] = {
+    "contiguous": contiguous,
+    "xla_contiguous": xla_contiguous,
+    "cudnn_contiguous": cudnn_contiguous,
+    "jax_paged": jax_paged,
+    "cudnn_paged": cudnn_paged,
+}
+
+
+def _cudnn() -> Any:
+    """JAX's private module of cuDNN attention; `Unsupported` where there is no cuDNN."""
+    module = _imported("jax._src.cudnn.fused_attention_stablehlo")
+    try:
+        module.check_cudnn_version()
+    except RuntimeError as error:
+        raise Unsupported(f"no cuDNN here: {error}") from error
+    return module
+
+
+def _imported(module: str) -> Any:
+    try:
+        return importlib.import_module(module)
+    except ImportError as error:
+        raise Unsupported(f"JAX {jax.__version__} no longer has {module}") from error

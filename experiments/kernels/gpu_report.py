@@ -1,0 +1,178 @@
+"""What a run on a GPU leaves: results.json and table.md, written anew after every check.
+
+Tracebacks, and what processes wrote before their end, are appended to faults.log.
+"""
+
+import os
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from experiments.kernels.gpu_checks import ValueRow, is_fault
+from experiments.kernels.gpu_plan import BASELINE, FULL_BATCH, LONG_CONTEXT, OURS
+from experiments.kernels.latency_tables import tables
+from experiments.kernels.measure import Row, with_ratios
+from experiments.kernels.shapes import Shape
+from experiments.lib import reporting
+
+
+class Goal(NamedTuple):
+    """A figure of a kernel against its target. None: a row that it needs is missing."""
+
+    kernel: str
+    what: str
+    target: str
+    measured: float | None
+    met: bool | None
+
+
+def goals(rows: Sequence[Row]) -> Iterator[Goal]:
+    """For each of our kernels."""
+
+    def find(name: str, shape: Shape) -> Row | None:
+        return next((r for r in rows if r.implementation == name and _is_of(r, shape)), None)
+
+    def copy_fraction(name: str, shape: Shape) -> float | None:
+        row = find(name, shape)
+        return row and row.copy_fraction
+
+    def over(name: str, other: str) -> float | None:
+        """Time of one over that of the other, if both were taken in the same way."""
+        mine, theirs = find(name, FULL_BATCH), find(other, FULL_BATCH)
+        if mine and theirs and mine.time_us and theirs.time_us and mine.method == theirs.method:
+            return mine.time_us / theirs.time_us
+        return None
+
+    for name in OURS:
+        for shape, least in ((FULL_BATCH, 0.85), (LONG_CONTEXT, 0.6)):
+            what = f"of copy bandwidth, batch {shape.batch}, context {shape.context}"
+            yield _at_least(name, what, least, copy_fraction(name, shape))
+        yield _at_most(name, f"time / {BASELINE}", 1.05, over(name, BASELINE))
+        yield _at_least(name, "time of jax_paged / time", 1.3, over("jax_paged", name))
+        yield _at_most(name, "time / cudnn_paged", 1.05, over(name, "cudnn_paged"))
+
+
+def _is_of(row: Row, shape: Shape) -> bool:
+    place = (row.geometry, row.batch, row.context, row.queries, row.dtype)
+    return place == (
+        str(shape.geometry),
+        shape.batch,
+        shape.context,
+        shape.queries,
+        shape.dtype,
+    ) and row.block_size in (None, shape.block_size)
+
+
+def _at_least(kernel: str, what: str, least: float, measured: float | None) -> Goal:
+    met = None if measured is None else measured >= least
+    return Goal(kernel, what, f">= {least:g}", measured, met)
+
+
+def _at_most(kernel: str, what: str, most: float, measured: float | None) -> Goal:
+    met = None if measured is None else measured <= most
+    return Goal(kernel, what, f"<= {most:g}", measured, met)
+
+
+Table = tuple[str, list[str], list[list[Any]]]  # title, columns, rows
+
+
+@dataclass
+class Report:
+    """All that is known so far."""
+
+    out_dir: Path
+    facts: dict[str, Any] = field(default_factory=dict)
+    values: list[ValueRow] = field(default_factory=list)
+    latency: list[Row] = field(default_factory=list)
+    sanitizer: list[dict[str, Any]] = field(default_factory=list)
+    state: str = "not finished"
+    not_run: list[str] = field(default_factory=list)
+
+    def add(self, row: ValueRow | Row, details: str) -> None:
+        """`details`: of a fault, more than a line."""
+        if isinstance(row, ValueRow):
+            self.values.append(row)
+        else:
+            self.latency.append(row)
+        self.write()
+        if details:
+            with (self.out_dir / "faults.log").open("a") as log:
+                log.write(f"{row}\n{details}\n\n")
+
+    def write(self) -> None:
+        """At any moment the files on disk are whole."""
+        results = {
+            "state": self.state,
+            **self.facts,
+            "goals": [goal._asdict() for goal in goals(self.latency)],
+            "values": [row._asdict() for row in self.values],
+            "latency": [row._asdict() for row in with_ratios(self.latency, BASELINE)],
+            "sanitizer": self.sanitizer,
+            "not_run": self.not_run,
+        }
+        reporting.write_json(self.out_dir, "results.json.new", results)
+        os.replace(self.out_dir / "results.json.new", self.out_dir / "results.json")
+        (self.out_dir / "table.md.new").write_text(self.markdown())
+        os.replace(self.out_dir / "table.md.new", self.out_dir / "table.md")
+
+    def markdown(self) -> str:
+        parts = [f"{self.summary()}\n"]
+        for title, columns, rows in self.tables():
+            parts.append(f"### {title}\n\n{reporting.markdown_table(columns, rows)}")
+        return "\n".join(parts)
+
+    def print(self) -> None:
+        """The same on stdout; what matters most comes last, where a cut log still has it."""
+        for table in reversed(list(self.tables())):
+            reporting.print_table(*table)
+        print(self.summary())
+
+    def summary(self) -> str:
+        facts = self.facts
+        return (
+            f"{facts.get('device_kind')}, JAX {facts.get('jax')}, copy bandwidth "
+            f"{facts.get('copy_gb_per_s', 0):,.0f} GB/s, times by {facts.get('timing')}. "
+            f"{self.state}; {len(self.faults())} faults; {len(self.not_run)} checks not run."
+        )
+
+    def tables(self) -> Iterator[Table]:
+        yield "Goals", *_table(goal._asdict() for goal in goals(self.latency))
+        yield from tables(with_ratios(self.latency, BASELINE))
+        if self.values:
+            yield "Values against float64", *_table(self._values_by_implementation())
+        if self.sanitizer:
+            yield "compute-sanitizer", *_table(self.sanitizer)
+        if faults := self.faults():
+            yield "Faults", *_table({"check": what, "verdict": why} for what, why in faults)
+
+    def faults(self) -> list[tuple[str, str]]:
+        """(check, verdict) of all that is wrong, failed, hung or crashed."""
+        found = [(f"{row.op} {row.implementation}, {row.case}", row.verdict) for row in self.values]
+        for row in self.latency:
+            shape = f"batch {row.batch}, context {row.context}, block {row.block_size}"
+            found.append((f"{row.implementation}, {row.geometry}, {shape}", row.verdict))
+        found += [(row["tool"], row["verdict"]) for row in self.sanitizer]
+        return [(check, verdict) for check, verdict in found if is_fault(verdict)]
+
+    def _values_by_implementation(self) -> Iterator[dict[str, Any]]:
+        groups: dict[tuple[str, str], list[ValueRow]] = {}
+        for row in self.values:
+            groups.setdefault((row.op, row.implementation), []).append(row)
+        for (op, implementation), rows in groups.items():
+            verdicts = [row.verdict.split(":")[0] for row in rows]
+            shares = [row.error / row.tolerance for row in rows if row.error and row.tolerance]
+            yield {
+                "op": op,
+                "implementation": implementation,
+                "passed": verdicts.count("pass"),
+                "refused": verdicts.count("refused"),
+                "faults": sum(map(is_fault, verdicts)),
+                "largest error / bound": max(shares, default=None),
+            }
+
+
+def _table(rows: Iterable[Mapping[str, Any]]) -> tuple[list[str], list[list[Any]]]:
+    """Columns and cells of rows with the keys of the first."""
+    rows = list(rows)
+    return list(rows[0]), [list(row.values()) for row in rows]

@@ -1,1 +1,0 @@
-"""Measuring attention kernels beside one another: shapes, contenders, timing, rows, figures."""

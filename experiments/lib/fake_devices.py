@@ -1,0 +1,131 @@
+"""An executor that does all of the host's work and, in place of the device's, sleeps."""
+
+import time
+from collections.abc import Iterator
+
+import numpy as np
+
+from paged_jax.config import EngineConfig
+from paged_jax.engine.core import EngineCore
+from paged_jax.executor.decode_rows import DecodeRows
+from paged_jax.executor.interface import Executor, StepResult
+from paged_jax.executor.prefill_arrays import PrefillShape, prefill_arrays
+from paged_jax.memory.block_manager import BlockManager
+from paged_jax.memory.interface import MemoryManager
+from paged_jax.sampling_params import SamplingParams
+from paged_jax.scheduling.batch import ScheduledBatch
+from paged_jax.scheduling.request import Request
+from paged_jax.scheduling.scheduler import Scheduler
+
+
+class SleepingDevice(Executor):
+    """Builds every array that a step would get, and answers with a constant token.
+
+    Iterations queue up as they do on a GPU: each takes ``device_s`` seconds from when it is
+    dispatched, or from when the one before is through.
+    """
+
+    def __init__(
+        self,
+        memory: MemoryManager,
+        *,
+        max_num_seqs: int,
+        max_model_len: int,
+        max_prefill_seqs: int,
+        device_s: float = 0.0,
+    ):
+        self._memory = memory
+        self._rows = DecodeRows(memory, max_num_seqs=max_num_seqs, max_model_len=max_model_len)
+        self._max_prefill_seqs = max_prefill_seqs
+        self._device_s = device_s
+        self._busy_until = 0.0
+        self.arrays_s: list[float] = []  # of each iteration, what building its arrays took
+
+    def execute(self, batch: ScheduledBatch) -> StepResult:
+        return self.dispatch(batch).result()
+
+    def dispatch(
+        self, batch: ScheduledBatch, *, after: "SleepingIteration | None" = None
+    ) -> "SleepingIteration":
+        start = time.perf_counter()
+        if batch.decodes:
+            self._rows.update(
+                batch.decodes, tables_changed=bool(batch.copies), is_ahead=after is not None
+            )
+        else:
+            self._rows.forget()
+        if batch.prefills:
+            prefill_arrays(
+                batch.prefills,
+                PrefillShape.of(batch.num_prefill_tokens, self._max_prefill_seqs),
+                self._memory,
+                max_chunks=self._max_prefill_seqs,
+                max_blocks=self._rows.block_tables.shape[1],
+            )
+        self._memory.take_copies()
+        now = time.perf_counter()
+        self.arrays_s.append(now - start)
+        begin = max(now, self._busy_until)
+        self._busy_until = begin + self._device_s
+        return SleepingIteration(batch.num_samples, begin, self._busy_until)
+
+
+class SleepingIteration:
+    """An iteration that is through at ``end_s``, by `time.perf_counter`."""
+
+    def __init__(self, num_samples: int, begin_s: float, end_s: float):
+        self._num_samples = num_samples
+        self._begin_s, self._end_s = begin_s, end_s
+
+    def result(self) -> StepResult:
+        if (rest_s := self._end_s - time.perf_counter()) > 0:
+            time.sleep(rest_s)
+        n = self._num_samples
+        return StepResult([7] * n, [None] * n, self._end_s - self._begin_s)
+
+
+MAX_PREFILL_SEQS = 16
+MAX_BATCHED_TOKENS = 8192
+
+
+def make_loop(
+    num_seqs: int,
+    *,
+    block_size: int,
+    mean_prompt: int,
+    mean_output: int,
+    device_s: float = 0.0,
+    is_pipelined: bool = False,
+) -> tuple[EngineCore, SleepingDevice]:
+    """An idle loop and its device, with memory for the longest sequences of `endless_requests`."""
+    max_len = 2 * (mean_prompt + mean_output)
+    memory = BlockManager(num_seqs * -(-max_len // block_size) + 1, block_size)
+    device = SleepingDevice(
+        memory,
+        max_num_seqs=num_seqs,
+        max_model_len=max_len,
+        max_prefill_seqs=MAX_PREFILL_SEQS,
+        device_s=device_s,
+    )
+    scheduler = Scheduler(
+        memory,
+        EngineConfig(
+            max_num_seqs=num_seqs,
+            max_num_batched_tokens=MAX_BATCHED_TOKENS,
+            max_model_len=max_len,
+            max_prefill_seqs=MAX_PREFILL_SEQS,
+        ),
+        eos_token_ids=(),
+    )
+    return EngineCore(scheduler, device, is_pipelined=is_pipelined), device
+
+
+def endless_requests(seed: int, *, mean_prompt: int, mean_output: int) -> Iterator[Request]:
+    """Lengths are uniform; no two prompts begin alike, so that none finds another's blocks."""
+    rng = np.random.default_rng(seed)
+    number = 0
+    while True:
+        prompt = int(rng.integers(1, 2 * mean_prompt))
+        params = SamplingParams(max_tokens=int(rng.integers(1, 2 * mean_output)))
+        yield Request(str(number), (number,) * prompt, params, 0.0, seed=number)
+        number += 1

@@ -1,0 +1,228 @@
+"""The figures of a run: what `results.json` and the tables say of it."""
+
+import re
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+
+from experiments.lib import reporting
+from experiments.lib.driver import ServedRequest, ServedRun
+from paged_jax.engine.core import IterationStats
+from paged_jax.engine.engine import Engine
+from paged_jax.outputs import CompletionOutput, RequestOutput
+from paged_jax.scheduling.request import CUT_SHORT
+
+Outcome = tuple[str, str]  # what happened, why
+
+
+def outcome(served: ServedRequest) -> Outcome | None:
+    """None for a request that was served to its end; the reason may be empty."""
+    if served.output is None:
+        return "refused", served.refusal or ""
+    if served.output.error is not None:
+        return "failed", served.output.error
+    reason = served.output.finish_reason  # also if it was a sample that is not among the outputs
+    if reason == "timeout":
+        return "timed out", "its deadline passed"
+    return ("cut short", reason) if reason in CUT_SHORT else None
+
+
+def shortfalls(requests: Iterable[ServedRequest]) -> list[dict[str, str | int]]:
+    """What went wrong, how often, most frequent first.
+
+    Reasons that differ in numbers alone count as one, which is given as it was first.
+    """
+    counts: Counter[Outcome] = Counter()
+    first: dict[Outcome, Outcome] = {}
+    for what, why in _outcomes(requests):
+        kind = what, re.sub(r"\d+(\.\d+)?|'[^']*'", "#", why)
+        counts[kind] += 1
+        first.setdefault(kind, (what, why))
+    return [
+        {"what": first[kind][0], "why": first[kind][1], "requests": count}
+        for kind, count in counts.most_common()
+    ]
+
+
+def _outcomes(requests: Iterable[ServedRequest]) -> Iterator[Outcome]:
+    for served in requests:
+        found = outcome(served)
+        if found is not None:
+            yield found
+
+
+def run_figures(run: ServedRun, engine: Engine, started_s: float) -> dict[str, Any]:
+    """Everything that was measured; None where there is nothing to measure.
+
+    engine: which has served nothing else.
+    started_s: when the command started, on the engine's clock.
+    """
+    outputs = [served.output for served in run.served if served.output is not None]
+    output_tokens = sum(len(out.token_ids) for output in outputs for out in output.outputs)
+    device_s = sum(step.device_s for step in run.steps)
+    executor = engine.executor
+    warm_up_wait_s = executor.warm_up.waited_s if executor.warm_up else 0.0
+    step_s = run.step_s - warm_up_wait_s
+    first_completion_s = min(
+        (times[-1] for output in outputs for times in output.metrics.token_times_s if times),
+        default=None,
+    )
+    sharing, scheduler = engine.sharing_stats, engine.core.scheduler
+    outcomes = Counter(found[0] for found in map(outcome, run.served) if found is not None)
+    return {
+        "requests": len(run.served),
+        "refused": outcomes["refused"],
+        "failed": outcomes["failed"],
+        "timed_out": outcomes["timed out"],
+        "shortfalls": shortfalls(run.served),
+        "finish_reasons": Counter(out.finish_reason for o in outputs for out in o.outputs),
+        "input_tokens": sum(len(output.prompt_token_ids) for output in outputs),
+        "output_tokens": output_tokens,
+        "output_tokens_per_s": output_tokens / run.wall_s,
+        "wall_s": run.wall_s,
+        "idle_s": run.idle_s,
+        "step_s": step_s,
+        "device_s": device_s,
+        "host_fraction": _ratio(step_s - device_s, step_s),
+        "host_s_per_iteration": _ratio(step_s - device_s, len(run.steps)),
+        "wall_over_device": _ratio(run.wall_s - run.idle_s - warm_up_wait_s, device_s),
+        **latencies([s.output for s in run.served if s.output and outcome(s) is None]),
+        "ttft_s_by_priority": ttft_by_priority(run),
+        "iterations": len(run.steps),
+        **mean_batch_sizes(run.steps),
+        "preemptions": scheduler.num_preemptions,
+        "preemptions_by_swap": scheduler.num_preemptions_by_swap,
+        "swap_fallbacks": scheduler.num_swap_fallbacks,
+        "recomputed_tokens": scheduler.num_recomputed_tokens,
+        "swapped_out_blocks": scheduler.num_swapped_out_blocks,
+        "swapped_in_blocks": scheduler.num_swapped_in_blocks,
+        "swap_s": sum(step.swap_s for step in run.steps),
+        "prefix_hit_rate": sharing.hit_rate,
+        "sharing": sharing,
+        "prefill_padding": _ratio(executor.num_padded_tokens, executor.num_prefill_tokens),
+        "kv_usage": kv_usage(run.steps),
+        "compilations_after_warmup": run.num_compilations,
+        "warm_up_wait_s": warm_up_wait_s,
+        "first_completion_s": _since(started_s, first_completion_s),
+    }
+
+
+def _ratio(part: float, whole: float) -> float | None:
+    return part / whole if whole else None
+
+
+def _since(start_s: float, time_s: float | None) -> float | None:
+    return None if time_s is None else time_s - start_s
+
+
+def latencies(outputs: list[RequestOutput]) -> dict[str, Any]:
+    """Seconds, each as mean and percentiles; the arrival counts, so waiting is part of them.
+
+    outputs: of requests served to their end; what others took says nothing of what they needed.
+
+    ttft_s: from arrival to first token, of each request.
+    tpot_s: time per token after the first, of each request that has one.
+    inter_token_s: from each token to the next, of all requests together.
+    normalised_latency_s: from arrival to last token, per output token (Kwon et al., section 6.1).
+    """
+    ttft, tpot, gaps, normalised = [], [], [], []
+    for output in outputs:
+        arrival = output.metrics.arrival_s
+        for times in filter(None, output.metrics.token_times_s):
+            ttft.append(times[0] - arrival)
+            normalised.append((times[-1] - arrival) / len(times))
+            gaps += [after - before for before, after in pairwise(times)]
+            if len(times) > 1:
+                tpot.append((times[-1] - times[0]) / (len(times) - 1))
+    return {
+        "ttft_s": reporting.spread(ttft),
+        "tpot_s": reporting.spread(tpot),
+        "inter_token_s": reporting.spread(gaps),
+        "normalised_latency_s": reporting.spread(normalised),
+    }
+
+
+def ttft_by_priority(run: ServedRun) -> dict[int, dict[str, float | None]]:
+    """Seconds from arrival to first token, of each priority that a request has.
+
+    As in `latencies`, those that were not served to their end do not count.
+    """
+    times: dict[int, list[float]] = {}
+    for served in run.served:
+        ttft = times.setdefault(served.priority, [])
+        metrics = None if served.output is None else served.output.metrics
+        if metrics and metrics.first_token_s is not None and outcome(served) is None:
+            ttft.append(metrics.first_token_s - metrics.arrival_s)
+    return {priority: reporting.spread(times[priority]) for priority in sorted(times)}
+
+
+def batch_size(step: IterationStats) -> int:
+    """Sequences that an iteration computed for, decoding or prefilling."""
+    return step.num_decodes + step.num_prefill_seqs
+
+
+def mean_batch_sizes(steps: list[IterationStats]) -> dict[str, float | None]:
+    """Mean over iterations, and over time: a long iteration weighs more."""
+    if not steps:
+        return {"mean_batch_size": None, "mean_batch_size_over_time": None}
+    sizes = [batch_size(step) for step in steps]
+    weights = [step.wall_s for step in steps]
+    return {
+        "mean_batch_size": float(np.mean(sizes)),
+        "mean_batch_size_over_time": float(np.average(sizes, weights=weights)),
+    }
+
+
+def kv_usage(steps: list[IterationStats]) -> dict[str, float] | None:
+    """Where the slots went: shares of the pool, averaged over the time of the iterations."""
+    if not steps:
+        return None
+    weights = [step.wall_s for step in steps]
+    shares = [step.usage.shares() for step in steps]
+    return {
+        name: float(np.average([share[name] for share in shares], weights=weights))
+        for name in shares[0]
+    }
+
+
+def request_rows(run: ServedRun) -> Iterator[dict[str, Any]]:
+    """A row a request, by arrival. Times in seconds from the start of the run."""
+    for served in run.served:
+        request, output = served.request, served.output
+        row: dict[str, Any] = {
+            "request_id": served.request_id,
+            "arrival_s": request.arrival_s,
+            "num_prompt_tokens": request.num_prompt_tokens,
+            "max_tokens": request.max_tokens,
+            "priority": served.priority,
+            "refusal": served.refusal,
+            "prompt": request.prompt,
+        }
+        if output is not None:
+            metrics, completions = output.metrics, output.outputs
+            row |= {
+                "num_output_tokens": sum(len(out.token_ids) for out in completions),
+                "num_cached_tokens": output.num_cached_tokens,
+                "num_preemptions": metrics.num_preemptions,
+                "error": output.error,
+                "first_scheduled_s": _since(run.start_s, metrics.first_scheduled_s),
+                "first_token_s": _since(run.start_s, metrics.first_token_s),
+                "last_token_s": _since(run.start_s, metrics.last_token_s),
+                **_completion(completions[0]),
+            }
+            if len(completions) > 1:
+                row["others"] = [_completion(out) for out in completions[1:]]
+        yield row
+
+
+def _completion(out: CompletionOutput) -> dict[str, Any]:
+    return {"finish_reason": out.finish_reason, "text": out.text, "token_ids": out.token_ids}
+
+
+def step_rows(run: ServedRun) -> Iterator[IterationStats]:
+    """A row an iteration, its start in seconds from the start of the run."""
+    return (replace(step, start_s=step.start_s - run.start_s) for step in run.steps)

@@ -1,1 +1,0 @@
-"""What `experiments.preemption` is made of."""

@@ -1,1 +1,0 @@
-"""All experiments in one go: what runs, what it shows of the paper, and the report."""

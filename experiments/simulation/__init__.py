@@ -1,1 +1,0 @@
-"""Parts of the experiments that put the simulator beside the real engine."""

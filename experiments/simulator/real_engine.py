@@ -1,0 +1,228 @@
+"""A real engine, what it takes for a workload, and the system that simulates it."""
+
+import time
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any, Protocol
+
+from tqdm import tqdm
+
+from experiments.lib.driver import require_fitting
+from paged_jax import Engine, RequestOutput, SamplingParams
+from paged_jax.engine.core import IterationStats
+from paged_jax.executor.buckets import prefill_buckets
+from paged_jax.executor.interface import Executor, StepResult
+from paged_jax.scheduling.batch import ScheduledBatch
+from paged_jax.scheduling.scheduler import Scheduler
+from paged_jax.simulation.calibrated import Measured, StepBuckets
+from paged_jax.simulation.cost_model import StepWork
+from paged_jax.simulation.results import SimulatedRequest, SimulatedRun
+from paged_jax.simulation.system import SystemConfig
+from paged_jax.workloads import WorkloadRequest
+
+
+class RunClock(Protocol):
+    """Seconds, and a way to be idle."""
+
+    def __call__(self) -> float:
+        """Now."""
+
+    def idle_until(self, time_s: float) -> None:
+        """Let time pass without work."""
+
+
+class WallClock:
+    """Time as it passes. Whatever else the machine does makes a run longer."""
+
+    def __call__(self) -> float:
+        return time.perf_counter()
+
+    def idle_until(self, time_s: float) -> None:
+        time.sleep(max(0.0, time_s - self()))
+
+
+class CpuClock:
+    """Time that the process computes, summed over its threads; idle time is skipped.
+
+    Runs compare with each other on a machine that is busy with other things.
+    """
+
+    def __init__(self) -> None:
+        self._skipped_s = 0.0
+
+    def __call__(self) -> float:
+        return time.process_time() + self._skipped_s
+
+    def idle_until(self, time_s: float) -> None:
+        self._skipped_s += max(0.0, time_s - self())
+
+
+CLOCKS: dict[str, type[RunClock]] = {"wall": WallClock, "cpu": CpuClock}
+
+
+GREEDY = SamplingParams(temperature=0.0)
+MAX_PREFILL_SEQS = 16
+WATERMARK = 0.01
+
+
+class WorkRecorder(Executor):
+    """An executor that notes what each iteration has to do."""
+
+    def __init__(self, executor: Executor, block_size: int):
+        self._executor = executor
+        self._block_size = block_size
+        self._work: list[StepWork] = []
+
+    def execute(self, batch: ScheduledBatch) -> StepResult:
+        self._work.append(StepWork.of(batch, self._block_size))
+        return self._executor.execute(batch)
+
+    def take(self) -> list[StepWork]:
+        """Since the last call."""
+        work, self._work = self._work, []
+        return work
+
+
+class RealEngine:
+    """An engine whose runs are measured by `clock`.
+
+    `options` are those of `Engine`. Prefix caching is off: requests share nothing.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        clock: RunClock,
+        *,
+        max_num_seqs: int,
+        **options: Any,
+    ):
+        defaults: dict[str, Any] = {
+            "max_prefill_seqs": min(MAX_PREFILL_SEQS, max_num_seqs),
+            "watermark": WATERMARK,
+            "enable_prefix_caching": False,
+            "preemption_mode": "recompute",
+        }
+        self.engine = Engine(
+            model, max_num_seqs=max_num_seqs, pipelined=False, **defaults | options
+        )
+        self._clock = self.engine.core.clock = clock
+        self._recorder = WorkRecorder(self.engine.executor, self.engine.block_size)
+        self.engine.core.executor = self._recorder
+
+    @property
+    def buckets(self) -> StepBuckets:
+        """The sizes of the steps that the executor has compiled."""
+        sizes: dict[str, list[int]] = {"decode": [], "prefill": [], "head": []}
+        for name in self.engine.executor.lowerings():
+            step, size = name.split()
+            if step in sizes:
+                sizes[step].append(int(size))
+        return StepBuckets(**{step: tuple(sorted(found)) for step, found in sizes.items()})
+
+    @property
+    def system(self) -> SystemConfig:
+        """What simulates this engine."""
+        engine = self.engine
+        buckets = prefill_buckets(engine.max_num_batched_tokens)
+        simulated: dict[str, Any] = {
+            "num_slots": engine.num_blocks * engine.block_size,
+            "swap_space_blocks": engine.num_swap_blocks,
+            "prefill_sizes": tuple(buckets),
+        }
+        return SystemConfig(**vars(engine.options) | simulated)
+
+    def serve(
+        self, requests: Sequence[WorkloadRequest], description: str | None = None
+    ) -> tuple[SimulatedRun, list[Measured]]:
+        """Add each request when it arrives and step until all have ended, as `simulate` does.
+
+        With a `description` a progress bar shows it. Returns the run, its times from its start,
+        and each iteration's work and seconds, the driver's included. ValueError if a request can
+        never be held.
+        """
+        require_fitting(self.engine, requests)
+        engine, clock = self.engine, self._clock
+        iterations: list[IterationStats] = []
+        engine.core.on_iteration = iterations.append
+        scheduler = engine.core.scheduler
+        before = _counts(scheduler)
+        upcoming = deque(enumerate(requests))
+        outputs: dict[str, RequestOutput] = {}
+        times: list[tuple[float, float]] = []  # of each iteration: start, seconds
+        self._recorder.take()
+        start = clock()
+        bar: tqdm[Any] = tqdm(
+            total=len(requests),
+            desc=description,
+            unit="request",
+            leave=False,
+            disable=description is None,
+        )
+        with bar:
+            while upcoming or engine.has_work:
+                begin = clock()
+                while upcoming and start + upcoming[0][1].arrival_s <= begin:
+                    self._add(*upcoming.popleft(), start)
+                if engine.has_work:
+                    ended = engine.step()
+                    outputs |= {output.request_id: output for output in ended}
+                    bar.update(len(ended))
+                    times.append((begin - start, clock() - begin))
+                else:
+                    clock.idle_until(start + upcoming[0][1].arrival_s)
+        run = SimulatedRun(
+            requests=[
+                _outcome(request, outputs[str(number)], start)
+                for number, request in enumerate(requests)
+            ],
+            iterations=[
+                replace(stats, start_s=start_s, wall_s=seconds)
+                for stats, (start_s, seconds) in zip(iterations, times, strict=True)
+            ],
+            duration_s=clock() - start,
+            sharing=engine.sharing_stats,
+            **{name: count - before[name] for name, count in _counts(scheduler).items()},
+        )
+        seconds = [each for _, each in times]
+        return run, list(zip(self._recorder.take(), seconds, strict=True))
+
+    def _add(self, number: int, request: WorkloadRequest, start_s: float) -> None:
+        params = replace(GREEDY, max_tokens=request.max_tokens, ignore_eos=True)
+        self.engine.add_request(
+            str(number),
+            request.prompt_token_ids,
+            params,
+            arrival_time=start_s + request.arrival_s,
+        )
+
+    def close(self) -> None:
+        self.engine.close()
+
+
+def _counts(scheduler: Scheduler) -> dict[str, int]:
+    """Since the engine was made, by the names of `SimulatedRun`."""
+    return {
+        "num_preemptions": scheduler.num_preemptions,
+        "num_preemptions_by_swap": scheduler.num_preemptions_by_swap,
+        "num_recomputed_tokens": scheduler.num_recomputed_tokens,
+        "num_swapped_blocks": scheduler.num_swapped_out_blocks + scheduler.num_swapped_in_blocks,
+    }
+
+
+def _outcome(request: WorkloadRequest, output: RequestOutput, start_s: float) -> SimulatedRequest:
+    metrics = output.metrics
+    assert metrics.first_token_s is not None
+    assert metrics.last_token_s is not None
+    return SimulatedRequest(
+        arrival_s=request.arrival_s,
+        num_prompt_tokens=request.num_prompt_tokens,
+        max_tokens=request.max_tokens,
+        first_token_s=metrics.first_token_s - start_s,
+        last_token_s=metrics.last_token_s - start_s,
+        num_output_tokens=len(output.outputs[0].token_ids),
+        num_sequences=len(output.outputs),
+        num_cached_tokens=output.num_cached_tokens,
+        num_preemptions=metrics.num_preemptions,
+    )

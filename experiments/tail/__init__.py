@@ -1,1 +1,0 @@
-"""What `experiments.tail_latency` is made of."""

@@ -1,0 +1,306 @@
+"""The loop: schedule, execute, update. Knows neither text nor models."""
+
+import time
+import warnings
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+from paged_jax.engine.pipelining import (
+    Flight,
+    Pipeline,
+    carry_over,
+    live_rows,
+    recover,
+    requests_of,
+)
+from paged_jax.executor.interface import Executor, StepResult
+from paged_jax.memory.usage import MemoryUsage
+from paged_jax.outputs import RequestOutput, error_text
+from paged_jax.scheduling.batch import ScheduledBatch
+from paged_jax.scheduling.request import Request, Sequence
+from paged_jax.scheduling.scheduler import Scheduler
+
+
+@dataclass(frozen=True, slots=True)
+class IterationStats:
+    """One iteration, as a researcher wants to plot it. Times in seconds."""
+
+    index: int
+    start_s: float  # if planned ahead, when the tokens of the iteration before were there
+    wall_s: float  # from then until the next one starts, or the last output is handed over
+    device_s: float  # of which from the first dispatch until the tokens were back
+    num_decodes: int
+    num_prefill_tokens: int
+    num_prefill_seqs: int
+    num_sampled: int
+    num_preempted: int
+    num_finished: int
+    num_running: int  # after the iteration
+    num_waiting: int
+    usage: MemoryUsage  # while it ran
+    num_resumed: int = 0  # sequences swapped in
+    num_swapped: int = 0  # sequences in host memory, after the iteration
+    num_swapped_out_blocks: int = 0
+    num_swapped_in_blocks: int = 0
+    swap_s: float = 0.0  # of device_s
+    num_free_blocks: int = 0  # after the iteration, cached ones included
+    num_cached_blocks: int = 0
+    num_used_swap_blocks: int = 0
+    is_ahead: bool = False  # whether it was planned while the iteration before it ran
+
+
+@dataclass(frozen=True, slots=True)
+class Iteration:
+    """What one turn of the loop did; ``sampled`` are the sequences that `result` has tokens for.
+
+    Those of the batch's that had ended before are left out: what was computed for them was planned
+    ahead of their last token. None are there if its step has failed for good: the batch computes
+    nothing then.
+    """
+
+    batch: ScheduledBatch
+    sampled: list[Sequence]
+    result: StepResult
+    finished: list[Sequence]
+    usage: MemoryUsage | None  # while it ran; None if nobody observes
+    start_s: float
+    end_s: float  # when its tokens were there
+    failed: list[Request] = field(default_factory=list)  # each with its `error`
+    is_ahead: bool = False  # whether it was planned while the one before it ran
+
+
+class Observer:
+    """Sees what an engine does and changes nothing of it; what it has no use for does nothing.
+
+    It is called in the engine's thread, so the time that it takes is time without tokens. One that
+    raises sees no more, a warning says so, and the engine goes on. Times are in seconds on the
+    engine's clock.
+    """
+
+    wants_stats = False  # whether `on_iteration` is called: counting slots takes time
+
+    def on_request_added(self, request: Request) -> None:
+        """A request waits."""
+
+    def on_request_refused(self, error: ValueError) -> None:
+        """A request was not taken; its caller gets the error."""
+
+    def on_step(self, iteration: Iteration) -> None:
+        """An iteration's tokens are there and the scheduler has them, but nobody else."""
+
+    def on_recovery(self, time_s: float) -> None:
+        """A step has raised: nothing of it was done, and what ran may wait again."""
+
+    def on_request_ended(self, output: RequestOutput, time_s: float) -> None:
+        """A request has ended, for whatever reason, and its output is about to be handed over."""
+
+    def on_iteration(self, stats: IterationStats) -> None:
+        """An iteration is over and its outputs are handed over."""
+
+    def close(self) -> None:
+        """There is no more to see."""
+
+
+class EngineCore:
+    """Drives one scheduler and one executor.
+
+    `observers` see all that happens; `on_iteration` is a function that only gets the statistics of
+    every turn. If ``is_pipelined``, iterations are planned and dispatched before the tokens of the
+    one before are there, where that makes no difference; the executor has `dispatch` then. Unless
+    it `survives_faults`, what a step raises is raised by `step`, which then leaves off there.
+    """
+
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        executor: Executor,
+        *,
+        clock: Callable[[], float] = time.perf_counter,
+        on_iteration: Callable[[IterationStats], None] | None = None,
+        observers: Iterable[Observer] = (),
+        is_pipelined: bool = False,
+        survives_faults: bool = True,
+    ):
+        self.scheduler = scheduler
+        self.clock = clock
+        self.on_iteration = on_iteration
+        self.observers = list(observers)
+        self.num_iterations = 0
+        self._survives_faults = survives_faults
+        self._pipeline = Pipeline(scheduler, executor, clock, is_pipelined=is_pipelined)
+
+    @property
+    def executor(self) -> Executor:
+        """Another may take its place between two iterations."""
+        return self._pipeline.executor
+
+    @executor.setter
+    def executor(self, executor: Executor) -> None:
+        self._pipeline.executor = executor
+
+    def add(self, request: Request) -> None:
+        """Queue a request; ValueError as `Scheduler.add`."""
+        self.scheduler.add(request)
+        self._tell(lambda observer: observer.on_request_added(request))
+
+    @contextmanager
+    def telling_refusal(self) -> Iterator[None]:
+        """Tell the observers of a ValueError, which refuses a request."""
+        try:
+            yield
+        except ValueError as error:
+            refusal = error  # `error` is gone after this clause
+            self._tell(lambda observer: observer.on_request_refused(refusal))
+            raise
+
+    def note_ended(self, output: RequestOutput) -> None:
+        """Tell the observers that a request has ended."""
+        now = self.clock()
+        self._tell(lambda observer: observer.on_request_ended(output, now))
+
+    def expire(self) -> list[Sequence]:
+        """End the requests whose deadline has passed; returns the sequences that this ends."""
+        return self.scheduler.expire(self.clock())
+
+    @property
+    def _wants_stats(self) -> bool:
+        return self.on_iteration is not None or any(each.wants_stats for each in self.observers)
+
+    def step(self) -> Iteration:
+        """One iteration; call it while the scheduler has work, then `report` it.
+
+        A step that raises is planned and run once more; if that raises as well, the requests in it
+        end with "error" and the next call goes on with the others. A request whose logits are not
+        finite ends alone. What does not derive from `Exception`, as Ctrl-C does not, is raised, and
+        nothing is lost by it.
+        """
+        flight, usage, result = self._execute()
+        end, batch = self.clock(), flight.batch
+        self._pipeline.note_end(end)
+        if isinstance(result, Exception):
+            failed = self._fail_step(batch, error_text(result))
+            batch = ScheduledBatch([], [], batch.preempted)
+            result = taken = StepResult([], [], 0.0)
+            sampled: list[Sequence] = []
+        else:
+            self.scheduler.estimates.observe(batch, result)
+            sampled, taken = live_rows(batch, result)
+            failed = self._fail_rows(sampled, taken)
+        finished = self.scheduler.update(
+            batch, result.tokens, result.logprobs, result.prompt_logprobs
+        )
+        start = flight.start_s
+        iteration = Iteration(
+            batch, sampled, taken, finished, usage, start, end, failed, flight.is_ahead
+        )
+        self._tell(lambda observer: observer.on_step(iteration))
+        return iteration
+
+    def _execute(self) -> tuple[Flight, MemoryUsage | None, StepResult | Exception]:
+        """Plan an iteration and run it, or get what it raised for the second time."""
+        failed: ScheduledBatch | None = None
+        while True:
+            flight = self._pipeline.take()
+            if failed is not None:
+                carry_over(failed, flight.batch)
+            usage = self.scheduler.memory_usage() if self._wants_stats else None
+            try:
+                return flight, usage, self._pipeline.run(flight)
+            except BaseException as error:
+                if not self._survives_faults:
+                    raise
+                self._pipeline.clear()
+                recover(self.scheduler, self.executor)
+                self._tell(lambda observer: observer.on_recovery(self.clock()))
+                if not isinstance(error, Exception):
+                    raise
+                if failed is not None:
+                    return flight, usage, error
+                failed = flight.batch
+                _warn(f"a step has failed and is planned again: {error_text(error)}")
+
+    def _fail_step(self, batch: ScheduledBatch, reason: str) -> list[Request]:
+        """End the requests of a step that has failed for good; returns them."""
+        failed = requests_of(batch)
+        _warn(f"a step has failed twice, and ends {len(failed)} requests: {reason}")
+        for request in failed:
+            self.scheduler.fail(request.request_id, f"its step failed twice: {reason}")
+        return failed
+
+    def _fail_rows(self, sampled: list[Sequence], result: StepResult) -> list[Request]:
+        """End the requests of rows that are not finite, before they get a token; returns them."""
+        failed = {}
+        for seq in (sampled[index] for index in result.failed):
+            request = failed[seq.request.request_id] = seq.request
+            self.scheduler.fail(
+                request.request_id,
+                f"the logits of its output token {seq.num_output_tokens} are not finite",
+            )
+        return list(failed.values())
+
+    def _tell(self, call: Callable[[Observer], None]) -> None:
+        """Call each observer; one that raises is let go."""
+        for observer in tuple(self.observers):
+            try:
+                call(observer)
+            except Exception as error:
+                self.observers.remove(observer)
+                _warn_of_observer(observer, error)
+
+    def report(self, iteration: Iteration) -> None:
+        """Give an iteration's statistics to the observers, after its outputs were handed over."""
+        index = self.num_iterations
+        self.num_iterations += 1
+        if iteration.usage is None:
+            return
+        batch, memory = iteration.batch, self.scheduler.memory
+        # What an iteration that was planned ahead takes counts from when its predecessor ended.
+        end_s = iteration.end_s if self._pipeline.has_next else self.clock()
+        wall_s = end_s - iteration.start_s
+        stats = IterationStats(
+            index=index,
+            start_s=iteration.start_s,
+            wall_s=wall_s,
+            # The executor has looked at its clock a moment before, at either end.
+            device_s=min(iteration.result.device_s, wall_s),
+            num_decodes=len(batch.decodes),
+            num_prefill_tokens=batch.num_prefill_tokens,
+            num_prefill_seqs=len(batch.prefills),
+            num_sampled=len(iteration.sampled),
+            num_preempted=len(batch.preempted),
+            # A beam that dies has no reason: its search goes on with others.
+            num_finished=sum(seq.finish_reason is not None for seq in iteration.sampled),
+            num_running=self.scheduler.num_running,
+            num_waiting=self.scheduler.num_waiting,
+            usage=iteration.usage,
+            num_resumed=len(batch.resumed),
+            num_swapped=self.scheduler.num_swapped,
+            num_swapped_out_blocks=len(batch.swap_outs),
+            num_swapped_in_blocks=len(batch.swap_ins),
+            swap_s=iteration.result.swap_s,
+            num_free_blocks=memory.num_free_blocks,
+            num_cached_blocks=memory.num_cached_blocks,
+            num_used_swap_blocks=memory.num_swap_blocks - memory.num_free_swap_blocks,
+            is_ahead=iteration.is_ahead,
+        )
+        if self.on_iteration is not None:
+            try:
+                self.on_iteration(stats)
+            except Exception as error:
+                _warn_of_observer(self.on_iteration, error)
+                self.on_iteration = None
+
+        def show(observer: Observer) -> None:
+            if observer.wants_stats:
+                observer.on_iteration(stats)
+
+        self._tell(show)
+
+
+def _warn_of_observer(observer: object, error: Exception) -> None:
+    _warn(f"{observer!r} has raised, and sees no more iterations: {error_text(error)}")
+
+
+def _warn(message: str) -> None:
+    warnings.warn(message, RuntimeWarning, stacklevel=3)

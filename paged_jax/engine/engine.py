@@ -1,0 +1,307 @@
+"""The public API: an engine that serves requests over a paged KV cache.
+
+    engine = Engine("smollm2")
+    [output] = engine.generate("The capital of France is", SamplingParams(temperature=0))
+    print(output.outputs[0].text)
+
+Names follow vLLM's where the same thing exists there.
+"""
+
+import itertools
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import jax
+import numpy as np
+
+from paged_jax.config import EngineConfig
+from paged_jax.engine.build import build, choose_attention, device_params
+from paged_jax.engine.core import EngineCore, IterationStats
+from paged_jax.engine.delivery import Delivery, OutputStream, complete
+from paged_jax.engine.prompts import (
+    Prompt,
+    check_call,
+    check_request,
+    encode,
+    is_chat,
+    is_single_prompt,
+)
+from paged_jax.engine.records import OnOutput, RequestRecord
+from paged_jax.executor.compilation import WarmUp, use_persistent_cache
+from paged_jax.loading import LoadedModel, load_config, load_model
+from paged_jax.loading.arrays import weight_dtype
+from paged_jax.memory.policies import PAGED
+from paged_jax.memory.usage import SharingStats
+from paged_jax.observability.metrics import Metrics
+from paged_jax.outputs import RequestOutput
+from paged_jax.sampling_params import SamplingParams
+from paged_jax.scheduling.checks import QueueFull
+from paged_jax.scheduling.request import Request
+
+
+class Engine:
+    """Serves a model: continuous batching over a paged KV cache on JAX's default device.
+
+    model: "smollm2" (the packaged model), a Hugging Face directory or a .gguf file; or a
+        `LoadedModel`.
+    on_iteration: called with the statistics of every iteration; it must not abort requests. If it
+        raises, a warning says so and it is not called again.
+    options: the fields of `paged_jax.config.EngineConfig`, such as ``block_size=16``; it describes
+        each of them.
+
+    ValueError, in one line, for anything that cannot work; TypeError for an unknown option.
+    """
+
+    def __init__(
+        self,
+        model: str | LoadedModel = "smollm2",
+        *,
+        on_iteration: Callable[[IterationStats], None] | None = None,
+        **options: Any,
+    ):
+        given = EngineConfig.of(options)
+        self.config = model.config if isinstance(model, LoadedModel) else load_config(model)
+        self.options = resolved = given.resolved(
+            jax.default_backend(),
+            model_name=self.config.name,
+            max_position_embeddings=self.config.max_position_embeddings,
+        )
+        self.dtype, self.block_size = resolved.dtype, resolved.block_size
+        weight_dtype(self.dtype)  # refuses what is no dtype of weights
+        self.enable_prefix_caching = (
+            resolved.enable_prefix_caching and resolved.memory_policy == PAGED
+        )
+        self.pipelined = resolved.pipelined
+        self.max_num_seqs = resolved.max_num_seqs
+        self.max_model_len = resolved.max_model_len
+        self.max_num_batched_tokens = resolved.max_num_batched_tokens
+        self._seeds = np.random.default_rng(resolved.seed)
+        self._next_seed = int(self._seeds.integers(2**32))
+        use_persistent_cache()
+
+        choice = choose_attention(self.config, resolved)
+        self.attention = choice.attention
+        scheduler, self.executor = build(self.config, resolved, choice)
+        self.num_blocks = scheduler.memory.num_total_blocks
+        self.num_swap_blocks = scheduler.memory.num_swap_blocks
+        if resolved.warm_up and not resolved.interpret_kernels:
+            self.executor.warm_up = WarmUp(self.executor.lowerings())
+        try:
+            loaded = model if isinstance(model, LoadedModel) else load_model(model, self.dtype)
+            self.executor.params = device_params(loaded, self.dtype)
+        except BaseException:
+            self.close()
+            raise
+        self.tokenizer = loaded.tokenizer
+        self.metrics_observer = Metrics(scheduler)
+        self.core = EngineCore(
+            scheduler,
+            self.executor,
+            on_iteration=on_iteration,
+            observers=[self.metrics_observer],
+            is_pipelined=self.pipelined,
+        )
+        self._delivery = Delivery(self.core, self.tokenizer)
+        self._numbers = itertools.count()
+
+    def warm_up(self, *, wait: bool = True, progress: bool = True) -> None:
+        """Compile every step, or load it from JAX's persistent cache; return once all are there.
+
+        With ``wait`` off it goes on in the background, as it does after construction.
+        """
+        if self.executor.warm_up is None:
+            self.executor.warm_up = WarmUp(self.executor.lowerings())
+        if wait:
+            self.executor.warm_up.wait(progress=progress)
+
+    def close(self) -> None:
+        """Give up what is still to be compiled in the background."""
+        if self.executor.warm_up is not None:
+            self.executor.warm_up.cancel()
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        progress: bool = True,
+    ) -> list[RequestOutput]:
+        """Complete prompts, in their order. One prompt may stand alone; so may its parameters.
+
+        Nothing runs unless all of them are valid. What others have added goes on meanwhile. One
+        that fails brings its reason in `RequestOutput.error`.
+        """
+        many: Sequence[Any] = [prompts] if is_single_prompt(prompts) else prompts  # type: ignore[assignment]
+        if params is None or isinstance(params, SamplingParams):
+            params = [params] * len(many)  # type: ignore[list-item]
+        if len(params) != len(many):
+            raise ValueError(f"{len(many)} prompts, but {len(params)} sampling parameters")
+        ids: list[str] = []
+        try:
+            for i, (prompt, prompt_params) in enumerate(zip(many, params, strict=True)):
+                try:
+                    ids.append(self.add_request(None, prompt, prompt_params))
+                except ValueError as error:
+                    kind = QueueFull if isinstance(error, QueueFull) else ValueError
+                    raise kind(f"prompt {i}: {error}") from None
+            return complete(ids, self._delivery, self._advance, progress=progress)
+        except BaseException:
+            for request_id in ids:
+                self.abort(request_id)
+            raise
+
+    def chat(
+        self,
+        messages: Sequence[Any],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        progress: bool = True,
+    ) -> list[RequestOutput]:
+        """Answer one chat (a list of messages with role and content) or several."""
+        chats = [messages] if is_single_prompt(messages) else messages
+        if others := [chat for chat in chats if not is_chat(chat)]:
+            raise ValueError(
+                f"a chat is a list of messages with role and content; got {others[0]!r:.80}"
+            )
+        return self.generate(messages, params, progress=progress)
+
+    def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> OutputStream:
+        """Complete one prompt; iterate to get all of its output so far after every token.
+
+        Several streams may be read in turns; each advances the engine when it has nothing to yield.
+        To close one, or to let go of it, aborts its request.
+        """
+        request_id = self.add_request(None, prompt, params, stream=True)
+        return OutputStream(request_id, self._delivery, self._advance)
+
+    def add_request(
+        self,
+        request_id: str | None,
+        prompt: Prompt,
+        params: SamplingParams | None = None,
+        *,
+        arrival_time: float | None = None,
+        priority: int = 0,
+        timeout_s: float | None = None,
+        stream: bool = False,
+        on_output: OnOutput | None = None,
+    ) -> str:
+        """Queue a request for `step`; returns its id, a new one if None was given.
+
+        arrival_time: in seconds on the engine's clock; None: now.
+        priority: lower goes first, where the scheduling policy looks at it.
+        timeout_s: seconds from its arrival after which it ends with what it has.
+        stream: there is an output after each token, not only at the end.
+        on_output: called with each output, which `step` does not return then. It may add and abort
+            requests. If it raises, its request alone ends, and `step` returns the last output.
+
+        ValueError for a request that can never be served, or that the queue has no room for; those
+        that run are not touched by it.
+        """
+        with self.core.telling_refusal():
+            params = SamplingParams() if params is None else params
+            if not isinstance(params, SamplingParams):
+                raise ValueError(f"params must be SamplingParams, got {params!r:.80}")
+            text, token_ids = encode(prompt, self.tokenizer, self.config.vocab_size)
+            check_request(params, self.config, stream=stream)
+            check_call(
+                request_id,
+                arrival_time=arrival_time,
+                priority=priority,
+                timeout_s=timeout_s,
+                stream=stream,
+                on_output=on_output,
+            )
+            if request_id is not None:
+                self._delivery.check_is_new(request_id)
+            arrival = self.core.clock() if arrival_time is None else float(arrival_time)
+            request = Request(
+                self._new_id() if request_id is None else request_id,
+                token_ids,
+                params,
+                arrival,
+                self._next_seed if params.seed is None else params.seed,
+                priority=int(priority),
+                deadline_s=None if timeout_s is None else arrival + float(timeout_s),
+            )
+            record = RequestRecord.of(
+                request, text, self.tokenizer, streams=stream, on_output=on_output
+            )
+            self.core.add(request)
+            if params.seed is None:  # one that was refused would have shifted all later ones
+                self._next_seed = int(self._seeds.integers(2**32))
+            self._delivery.add(record)
+            return request.request_id
+
+    def _new_id(self) -> str:
+        """One that no request has."""
+        names = (f"request-{number}" for number in self._numbers)
+        return next(name for name in names if name not in self._delivery)
+
+    @property
+    def has_work(self) -> bool:
+        """Whether any request is waiting or running, or has an output that `step` hands over."""
+        return self.core.scheduler.has_work or self._delivery.has_outputs
+
+    def step(self) -> list[RequestOutput]:
+        """One iteration; returns what has been added by `add_request` and has finished, or got a
+        token if it streams. Nothing is lost while `generate` or `stream` advances the engine.
+
+        A request that fails ends alone, with its reason in `RequestOutput.error`.
+        """
+        self._advance()
+        return self._delivery.take_outbox()
+
+    def _advance(self) -> None:
+        """One iteration; its outputs go to those who wait for them."""
+        self._delivery.drop_abandoned()
+        self._delivery.file(seq.request for seq in self.core.expire())
+        if self.core.scheduler.has_work:
+            iteration = self.core.step()
+            self._delivery.take(iteration)
+            self.core.report(iteration)
+        self._delivery.call_back()
+
+    def abort(self, request_id: str) -> RequestOutput | None:
+        """End a request in any state; returns what it has, None if there is no such request.
+
+        Its `on_output` is not called.
+        """
+        return self._delivery.abort(request_id)
+
+    def pin_prefix(self, prompt: Prompt, *, cache_salt: str | None = None) -> int:
+        """Compute the beginning of later prompts and keep it; returns how many tokens are kept.
+
+        Whole blocks are: requests that begin with these tokens find them in the prefix cache until
+        `unpin_prefix`, however long nobody uses them. ValueError if that would leave a request
+        that waits or runs too little memory. A device step that fails may take pinned prefixes
+        with it; a warning says so.
+        """
+        if not self.enable_prefix_caching:
+            raise ValueError("nothing can be pinned: prefix caching is off")
+        _, token_ids = encode(prompt, self.tokenizer, self.config.vocab_size)
+        params = SamplingParams(temperature=0, max_tokens=1, seed=0, cache_salt=cache_salt)
+        [output] = self.generate(list(token_ids), params, progress=False)
+        if output.error is not None:
+            raise RuntimeError(f"the prefix could not be computed: {output.error}")
+        return self.core.scheduler.pin(token_ids, cache_salt)
+
+    def unpin_prefix(self, prompt: Prompt, *, cache_salt: str | None = None) -> None:
+        """Let go of a pinned prefix, given as it was; KeyError if it is not pinned."""
+        _, token_ids = encode(prompt, self.tokenizer, self.config.vocab_size)
+        try:
+            self.core.scheduler.memory.unpin(token_ids, cache_salt)
+        except KeyError:
+            raise KeyError(
+                f"these {len(token_ids)} tokens are not pinned with cache_salt {cache_salt!r}"
+            ) from None
+
+    def metrics(self) -> dict[str, float]:
+        """What `paged_jax.observability.prometheus` serves, by name and labels, as it is now."""
+        return self.metrics_observer.values()
+
+    @property
+    def sharing_stats(self) -> SharingStats:
+        """Hits of the prefix cache, evictions, forks and copies since the engine was made."""
+        return replace(self.core.scheduler.memory.stats)

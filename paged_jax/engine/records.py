@@ -1,0 +1,261 @@
+"""What the caller will want of each request while it runs: text, times, log-probabilities."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+
+from paged_jax.loading import IncrementalDetokenizer
+from paged_jax.loading.tokenizer import Tokenizer
+from paged_jax.outputs import CompletionOutput, RequestMetrics, RequestOutput, error_text
+from paged_jax.scheduling.logprobs import TokenLogprobs
+from paged_jax.scheduling.request import CUT_SHORT, FinishReason, Request, Sequence
+
+OnOutput = Callable[[RequestOutput], None]
+
+
+@dataclass(slots=True)
+class SequenceRecord:
+    """A sequence's output so far.
+
+    Text is decoded token by token only where a stop string or a stream needs it at once.
+    """
+
+    seq: Sequence
+    detokenizer: IncrementalDetokenizer | None
+    text: str = ""
+    token_times_s: list[float] = field(default_factory=list)
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
+    stopped: bool = False  # by a stop string: the text is complete
+
+    def append(self, token: int, time_s: float, logprobs: TokenLogprobs | None) -> str | None:
+        """Take in a token; returns the stop string that it completes, if any."""
+        self.token_times_s.append(time_s)
+        if logprobs is not None:
+            self.logprobs.append(logprobs)
+        if self.detokenizer is None or self._hides_last_token:
+            return None
+        start = len(self.text)
+        self.text += self.detokenizer.append([token])
+        return self._cut_at_stop(start)
+
+    @property
+    def _hides_last_token(self) -> bool:
+        """Whether it has ended with one of `stop_token_ids`, which is no part of the text."""
+        seq = self.seq
+        ended = seq.finish_reason == "stop" and isinstance(seq.stop_reason, int)
+        return ended and not seq.request.params.include_stop_str_in_output
+
+    def _cut_at_stop(self, start: int) -> str | None:
+        """Look for a stop string that ends after ``start`` and cut the text there."""
+        params = self.seq.request.params
+        if len(self.token_times_s) < params.min_tokens:
+            return None
+        found = []
+        for stop in params.stop_strings:
+            at = self.text.find(stop, max(0, start - len(stop) + 1))
+            if at >= 0:
+                found.append((at, stop))
+        if not found:
+            return None
+        at, stop = min(found)
+        self.text = self.text[: at + len(stop) if params.include_stop_str_in_output else at]
+        self.stopped = True
+        return stop
+
+    @property
+    def shown_text(self) -> str:
+        """The text, without an end that a stop string may yet take back."""
+        params = self.seq.request.params
+        if self.seq.is_finished or params.include_stop_str_in_output:
+            return self.text
+        beginnings = (stop[:n] for stop in params.stop_strings for n in range(1, len(stop)))
+        num_held = max((len(b) for b in beginnings if self.text.endswith(b)), default=0)
+        return self.text[: len(self.text) - num_held]
+
+    def finish(self, tokenizer: Tokenizer) -> None:
+        """Complete the text, unless a stop string has cut it."""
+        if self.stopped:
+            return
+        if self.detokenizer is not None:
+            self.text += self.detokenizer.flush()
+            return
+        token_ids = self.seq.output_token_ids
+        self.text = tokenizer.decode(
+            token_ids[:-1] if self._hides_last_token else token_ids,
+            skip_special_tokens=self.seq.request.params.skip_special_tokens,
+            clean_up_tokenization_spaces=False,
+        )
+
+    def output(self) -> CompletionOutput:
+        """A snapshot."""
+        seq, params = self.seq, self.seq.request.params
+        return CompletionOutput(
+            index=seq.index,
+            text=self.shown_text,
+            token_ids=seq.output_token_ids,
+            finish_reason=seq.finish_reason,
+            stop_reason=seq.stop_reason,
+            logprobs=None if params.logprobs is None else list(self.logprobs),
+            cumulative_logprob=seq.cumulative_logprob if params.wants_candidates else None,
+        )
+
+
+@dataclass(slots=True)
+class RequestRecord:
+    """A request's records, whether its caller wants every step of it, and where."""
+
+    request: Request
+    prompt: str | None
+    streams: bool
+    sequences: list[SequenceRecord]  # none for a beam search, which goes on with other beams
+    on_output: OnOutput | None = None
+    first_scheduled_s: float | None = None
+    beam_times_s: list[float] = field(default_factory=list)  # when each step of the search was made
+
+    @classmethod
+    def of(
+        cls,
+        request: Request,
+        prompt: str | None,
+        tokenizer: Tokenizer,
+        *,
+        streams: bool,
+        on_output: OnOutput | None,
+    ) -> "RequestRecord":
+        """The record of a request that has just been made."""
+        params = request.params
+        sequences = [] if params.beam_width else request.sequences
+        decodes_early = streams or params.stop_strings
+
+        def detokenizer() -> IncrementalDetokenizer | None:
+            if not decodes_early:
+                return None
+            return IncrementalDetokenizer(tokenizer, params.skip_special_tokens)
+
+        records = [SequenceRecord(seq, detokenizer()) for seq in sequences]
+        return cls(request, prompt, streams, records, on_output)
+
+    def note_search(self, time_s: float) -> None:
+        """Note the time if the search has made a step."""
+        search = self.request.beam_search
+        if search is not None and search.num_tokens > len(self.beam_times_s):
+            self.beam_times_s.append(time_s)
+
+    def finish(self, tokenizer: Tokenizer) -> RequestOutput:
+        """Complete all texts; a tokenizer that raises fails the request."""
+        for record in self.sequences:
+            try:
+                record.finish(tokenizer)
+            except Exception as error:
+                self.note_error(error)
+                record.seq.finish_reason, record.seq.stop_reason = "error", None
+        if self.request.beam_search is None:
+            return self.output()
+        try:
+            outputs = beam_outputs(self.request, tokenizer)
+        except Exception as error:
+            self.note_error(error)
+            outputs = [
+                replace(out, finish_reason="error", stop_reason=None)
+                for out in beam_outputs(self.request, None)
+            ]
+        return self._output(outputs, [self.beam_times_s])
+
+    def note_error(self, error: Exception) -> str:
+        """Say why there is no text; the first reason of a request stands."""
+        request = self.request
+        request.error = request.error or f"its text could not be decoded: {error_text(error)}"
+        return request.error
+
+    def output(self) -> RequestOutput:
+        """A snapshot."""
+        params = self.request.params
+        outputs = [record.output() for record in self.sequences]
+        if len(outputs) > params.n:
+            # Of a request that was cut short, those that never ran are no better than others.
+            outputs.sort(key=lambda out: (not out.token_ids, -(out.cumulative_logprob or 0.0)))
+            outputs = [replace(out, index=i) for i, out in enumerate(outputs[: params.n])]
+        return self._output(outputs, [record.token_times_s for record in self.sequences])
+
+    def _output(self, outputs: list[CompletionOutput], times_s: list[list[float]]) -> RequestOutput:
+        asked = self.request.params.prompt_logprobs
+        metrics = RequestMetrics(
+            arrival_s=self.request.arrival_time,
+            first_scheduled_s=self.first_scheduled_s,
+            token_times_s=[list(times) for times in times_s],
+            num_preemptions=self.request.num_preemptions,
+        )
+        return RequestOutput(
+            request_id=self.request.request_id,
+            prompt=self.prompt,
+            prompt_token_ids=self.request.prompt_token_ids,
+            outputs=outputs,
+            finished=self.request.is_finished,
+            metrics=metrics,
+            num_cached_tokens=self.request.num_cached_tokens or 0,
+            prompt_logprobs=None if asked is None else [None, *self.request.prompt_logprobs],
+            error=self.request.error,
+            finish_reason=self._finish_reason(outputs),
+        )
+
+    def _finish_reason(self, outputs: list[CompletionOutput]) -> FinishReason | None:
+        """Of the request: of `best_of` those count as well that are not among the outputs."""
+        if not self.request.is_finished:
+            return None
+        if self.request.error is not None:
+            return "error"
+        reasons = (seq.finish_reason for seq in self.request.sequences)
+        return next((each for each in reasons if each in CUT_SHORT), outputs[0].finish_reason)
+
+
+def beam_outputs(request: Request, tokenizer: Tokenizer | None) -> list[CompletionOutput]:
+    """The n best hypotheses of a search that is done; of one that was cut short, its n best beams.
+
+    Those have been ended by an abort or an error, whatever they may have become. Without a
+    tokenizer they have no text.
+    """
+    search, params = request.beam_search, request.params
+    assert search is not None
+    eos = request.sequences[0].end_token_ids - set(params.stop_token_ids)
+
+    def text(token_ids: list[int], stop_reason: int | None) -> str:
+        if tokenizer is None:
+            return ""
+        hides_last = stop_reason is not None and not params.include_stop_str_in_output
+        return str(
+            tokenizer.decode(
+                token_ids[:-1] if hides_last else token_ids,
+                skip_special_tokens=params.skip_special_tokens,
+                clean_up_tokenization_spaces=False,
+            )
+        )
+
+    if not search.is_done:
+        return [
+            CompletionOutput(
+                index=index,
+                text=text(seq.output_token_ids, None),
+                token_ids=seq.output_token_ids,
+                finish_reason=seq.finish_reason,
+                stop_reason=None,
+                logprobs=None,
+            )
+            for index, seq in enumerate(request.sequences[: params.n])
+        ]
+    outputs = []
+    for index, hypothesis in enumerate(search.hypotheses[: params.n]):
+        last = hypothesis.token_ids[-1]
+        is_stop_token = hypothesis.finish_reason == "stop" and last not in eos
+        stop_reason = last if is_stop_token else None
+        outputs.append(
+            CompletionOutput(
+                index=index,
+                text=text(hypothesis.token_ids, stop_reason),
+                token_ids=hypothesis.token_ids,
+                finish_reason=hypothesis.finish_reason,
+                stop_reason=stop_reason,
+                logprobs=None,
+                cumulative_logprob=hypothesis.cumulative_logprob,
+                score=hypothesis.score,
+            )
+        )
+    return outputs

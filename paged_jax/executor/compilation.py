@@ -1,0 +1,131 @@
+"""JAX's compilations: kept on disk between runs, and counted."""
+
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import jax
+from jax.stages import Lowered
+from tqdm import tqdm
+
+_thread = threading.local()
+
+
+def is_warming_up() -> bool:
+    """Whether this thread is compiling ahead right now."""
+    return getattr(_thread, "warming_up", False)
+
+
+@contextmanager
+def _warming_up() -> Iterator[None]:
+    _thread.warming_up = True
+    try:
+        yield
+    finally:
+        _thread.warming_up = False
+
+
+class WarmUp:
+    """Compiles jitted functions for given arguments, so that calling them compiles nothing.
+
+    Nothing runs. Threads start at once, in the order given; whoever needs a function now calls
+    `require` and has it next.
+    """
+
+    def __init__(self, lowerings: Mapping[str, Callable[[], Lowered]]):
+        self.waited_s = 0.0  # seconds that `require` has kept its callers waiting
+        self._lowerings = lowerings
+        self._jobs: dict[str, Future[None]] = {name: Future() for name in lowerings}
+        queue = iter(list(self._jobs.items()))  # taking the next one is atomic
+        # Half of the cores: the others load the model and serve.
+        for _ in range(max(1, (os.cpu_count() or 1) // 2)):
+            threading.Thread(target=_work, args=(queue, lowerings), name="warm-up").start()
+
+    def require(self, name: str) -> None:
+        """Return once this function is compiled; compiles it here if no thread has begun."""
+        if name in self._jobs:
+            start = time.perf_counter()
+            self._complete(name)
+            self.waited_s += time.perf_counter() - start
+
+    def wait(self, *, progress: bool) -> None:
+        """Return once all are compiled, helping from the end; raises what a compilation raised."""
+        names = list(reversed(self._jobs))
+        for name in tqdm(names, desc="compiling", unit="step", disable=not progress):
+            self._complete(name)
+
+    def _complete(self, name: str) -> None:
+        job = self._jobs.pop(name)
+        if job.cancel():
+            _compile(self._lowerings[name])
+        else:
+            job.result()
+
+    def cancel(self) -> None:
+        """Give up what has not begun."""
+        for job in self._jobs.values():
+            job.cancel()
+
+
+def _work(
+    queue: Iterator[tuple[str, Future[None]]], lowerings: Mapping[str, Callable[[], Lowered]]
+) -> None:
+    for name, job in queue:
+        if not threading.main_thread().is_alive():
+            return  # the interpreter is on its way out and waits for this thread
+        if job.set_running_or_notify_cancel():
+            try:
+                _compile(lowerings[name])
+            except BaseException as error:
+                job.set_exception(error)
+            else:
+                job.set_result(None)
+
+
+def _compile(lower: Callable[[], Lowered]) -> None:
+    with _warming_up():
+        lower().compile()
+
+
+def use_persistent_cache() -> None:
+    """Keep compiled programs in a folder of the user's cache, unless JAX has been given one.
+
+    ``JAX_COMPILATION_CACHE_DIR`` names another folder; ``JAX_ENABLE_COMPILATION_CACHE=0`` turns it
+    off.
+    """
+    if jax.config.jax_compilation_cache_dir is None:
+        cache_home = Path(os.environ.get("XDG_CACHE_HOME", "~/.cache")).expanduser()
+        jax.config.update("jax_compilation_cache_dir", str(cache_home / "paged_jax" / "xla"))
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+    jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+
+
+@dataclass
+class CompilationCount:
+    """Programs compiled, or loaded from the persistent cache, other than by a warm-up."""
+
+    programs: int = 0
+
+
+_EVENT = "/jax/core/compile/backend_compile_duration"
+
+
+@contextmanager
+def count_compilations() -> Iterator[CompilationCount]:
+    """Counts while the block runs; also those of other threads."""
+    count = CompilationCount()
+
+    def listen(event: str, duration_secs: float, **kwargs: str | int) -> None:
+        if event == _EVENT and not is_warming_up():
+            count.programs += 1
+
+    jax.monitoring.register_event_duration_secs_listener(listen)
+    try:
+        yield count
+    finally:
+        jax.monitoring.unregister_event_duration_listener(listen)

@@ -1,0 +1,1 @@
+"""Paged attention in Pallas Mosaic GPU: one kernel body, several ways to copy and multiply."""

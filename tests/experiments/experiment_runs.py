@@ -1,0 +1,35 @@
+"""Experiments as their users run them: in a process of their own, with what they leave behind."""
+
+import csv
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+from tests.conftest import TINY_LM
+
+ROOT = Path(__file__).resolve().parents[2]
+SMALL_ENGINE = [f"--model={TINY_LM}", "--max_num_batched_tokens=16"]
+
+
+def run_experiment(name: str, out_dir: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """In a process of its own: flags are global to one."""
+    return subprocess.run(
+        [sys.executable, "-m", f"experiments.{name}", f"--out_dir={out_dir}", *arguments],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+
+def results_of(name: str, out_dir: Path, *arguments: str) -> tuple[dict, str]:
+    """(results.json, stdout), once it has been seen that all files are there."""
+    result = run_experiment(name, out_dir, *arguments)
+    assert result.returncode == 0, result.stderr
+    results = json.loads((out_dir / "results.json").read_text())
+    assert results["environment"]["jax"]
+    with (out_dir / "results.csv").open() as file:
+        assert len(list(csv.DictReader(file))) == len(results["cases"])
+    assert (out_dir / f"{name}.png").read_bytes().startswith(b"\x89PNG")
+    return results, result.stdout

@@ -1,0 +1,191 @@
+import dataclasses
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from experiments.lib import reporting
+
+SCRIPT = '''
+"""Does nothing much."""
+from absl import flags
+from experiments import reporting
+
+COUNT = flags.DEFINE_integer("count", 1, "How many.", lower_bound=0)
+
+def main() -> None:
+    if COUNT.value > 9:
+        raise ValueError(f"count {COUNT.value} is\\n too large")
+    if COUNT.value > 8:
+        raise KeyError("a fault")
+    print("count", COUNT.value)
+
+if __name__ == "__main__":
+    reporting.run(main)
+'''
+
+
+@pytest.fixture
+def run_script(tmp_path):
+    def run(*arguments: str) -> subprocess.CompletedProcess[str]:
+        path = tmp_path / "script.py"
+        path.write_text(SCRIPT)
+        root = Path(__file__).resolve().parents[2]
+        return subprocess.run(
+            [sys.executable, path, *arguments],
+            env={"PYTHONPATH": str(root)},
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+
+    return run
+
+
+def test_an_experiment_gets_its_flags(run_script):
+    result = run_script("--count=3")
+    assert (result.returncode, result.stdout) == (0, "count 3\n")
+
+
+def test_help_shows_the_flags_and_succeeds(run_script):
+    result = run_script("--help")
+    assert result.returncode == 0
+    assert "Does nothing much." in result.stdout
+    assert "How many." in result.stdout
+
+
+@pytest.mark.parametrize(
+    ("argument", "line"),
+    [
+        ("--count=10", "error: count 10 is too large\n"),
+        ("--count=-1", "error: flag --count=-1: -1 is not a non-negative integer"),
+        ("--count=x", "error: flag --count=x: invalid literal"),
+        ("--cuont=1", "error: Unknown command line flag 'cuont'. Did you mean: count ?"),
+        ("surplus", "error: unexpected argument 'surplus'"),
+    ],
+)
+def test_bad_input_is_one_line_and_exit_code_2(run_script, argument, line):
+    result = run_script(argument)
+    assert result.returncode == 2
+    assert result.stderr.startswith(line)
+    assert result.stderr.count("\n") == 1
+    assert result.stdout == ""
+
+
+def test_the_traceback_of_bad_input_is_there_for_who_asks(run_script):
+    result = run_script("--count=10", "--verbosity=1")
+    assert result.returncode == 2
+    assert "Traceback" in result.stderr
+
+
+def test_faults_keep_their_traceback(run_script):
+    result = run_script("--count=9")
+    assert result.returncode == 1
+    assert "KeyError: 'a fault'" in result.stderr
+
+
+@dataclasses.dataclass
+class Figures:
+    shares: np.ndarray
+    path: Path
+
+
+def test_json_holds_dataclasses_arrays_and_paths(tmp_path):
+    figures = Figures(np.array([0.5, 0.25]), Path("a/b"))
+    path = reporting.write_json(tmp_path, "x.json", {"n": np.int64(3), "figures": figures})
+    assert json.loads(path.read_text()) == {
+        "n": 3,
+        "figures": {"shares": [0.5, 0.25], "path": "a/b"},
+    }
+
+
+def test_json_lines_hold_one_row_each(tmp_path):
+    path = reporting.write_jsonl(tmp_path, "x.jsonl", ({"n": n} for n in range(2)))
+    assert path.read_text() == '{"n": 0}\n{"n": 1}\n'
+
+
+def test_json_refuses_what_it_cannot_say(tmp_path):
+    with pytest.raises(ValueError, match="not JSON compliant"):
+        reporting.write_json(tmp_path, "x.json", [float("nan")])
+    with pytest.raises(TypeError, match="no JSON for a set"):
+        reporting.write_json(tmp_path, "x.json", [{1}])
+
+
+def test_a_folder_that_cannot_be_made_is_bad_input(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ValueError, match=r"cannot make the folder .*file"):
+        reporting.make_out_dir(tmp_path / "file" / "out")
+    assert reporting.make_out_dir(tmp_path / "a" / "b").is_dir()
+
+
+def test_the_environment_names_versions_and_the_device():
+    facts = reporting.environment()
+    assert facts["jax"]
+    assert facts["device_kind"]
+    assert facts["cpu_count"] >= 1
+    json.dumps(facts)
+
+
+def test_the_environment_says_none_of_a_missing_package(monkeypatch):
+    monkeypatch.setattr(reporting, "PACKAGES", ("numpy", "no-such-package"))
+    facts = reporting.environment()
+    assert facts["numpy"] == np.__version__
+    assert facts["no-such-package"] is None
+
+
+def test_the_commit_says_when_files_differ_from_it(tmp_path):
+    def git(*arguments: str) -> None:
+        identity = ["-c", "user.name=a", "-c", "user.email=a@example.org"]
+        subprocess.run(["git", *identity, *arguments], cwd=tmp_path, check=True)
+
+    git("init", "-q")
+    (tmp_path / "file").write_text("one")
+    git("add", "file")
+    git("commit", "-qm", "one")
+    commit = reporting.git_commit(tmp_path)
+    assert commit is not None
+    assert len(commit) == 40
+    (tmp_path / "file").write_text("two")
+    assert reporting.git_commit(tmp_path) == f"{commit}+changes"
+
+
+def test_no_commit_outside_a_repository(tmp_path):
+    assert reporting.git_commit(tmp_path) is None
+
+
+def test_spread_gives_mean_and_percentiles_or_nothing():
+    assert reporting.spread(range(101)) == {"mean": 50.0, "p50": 50.0, "p99": 99.0}
+    assert reporting.spread([2.0], percents=[99.9]) == {"mean": 2.0, "p99.9": 2.0}
+    assert reporting.spread([]) == {"mean": None, "p50": None, "p99": None}
+
+
+ROWS = [("output [b]tokens[/b]", 1234567), ("a|b", 0.001234), ("none", None)]
+
+
+def test_tables_print_figures_to_the_right(capsys):
+    reporting.print_table("Results", ("what", "value"), ROWS)
+    printed = capsys.readouterr().out
+    assert printed.startswith("Results")
+    assert "output [b]tokens[/b] " in printed
+    assert " 1,234,567 " in printed
+
+
+def test_markdown_tables_hold_the_same_cells():
+    assert reporting.markdown_table(("what", "value"), ROWS) == (
+        "| what | value |\n"
+        "| --- | ---: |\n"
+        "| output [b]tokens[/b] | 1,234,567 |\n"
+        "| a\\|b | 0.00123 |\n"
+        "| none | - |\n"
+    )
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [(999.4, "999"), (999.6, "1,000"), (12.345, "12.3"), (True, "True"), (np.float32(2), "2")],
+)
+def test_cells_are_figures_as_people_read_them(value, text):
+    assert reporting.cell(value) == text
