@@ -54,9 +54,9 @@ from experiments.lib.workload_flags import SEED, WORKLOAD, lengths, make_workloa
 from paged_jax import Engine
 from paged_jax.observability.chrome_trace import ChromeTrace
 from paged_jax.observability.iteration_log import IterationLog
+from paged_jax.observability.observer import watch
 from paged_jax.observability.profiler import iteration_mark, profile
 from paged_jax.observability.prometheus import start_metrics_server
-from paged_jax.observability.watch import watch
 
 engine_flags.define(flags.FLAGS)
 for _module in (engine_flags, workload_flags):

@@ -1,9 +1,18 @@
 """What the engine gives back for a request."""
 
 from dataclasses import dataclass, field
+from typing import Literal
 
-from paged_jax.scheduling.logprobs import TokenLogprobs
-from paged_jax.scheduling.request import FinishReason
+FinishReason = Literal["stop", "length", "abort", "timeout", "error"]
+CUT_SHORT: tuple[FinishReason, ...] = ("abort", "timeout", "error")
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprobs:
+    """Log-probabilities at one token, sampled or given, of the raw logits."""
+
+    sampled: float  # of the token itself
+    top: tuple[tuple[int, float], ...]  # (token, log-probability), most likely first
 
 
 @dataclass(frozen=True, slots=True)

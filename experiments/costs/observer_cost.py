@@ -23,7 +23,7 @@ from tqdm import tqdm
 
 from experiments.lib import reporting
 from paged_jax.config import EngineConfig
-from paged_jax.engine.core import EngineCore, Observer
+from paged_jax.engine.core import EngineCore
 from paged_jax.engine.delivery import Delivery
 from paged_jax.engine.records import RequestRecord
 from paged_jax.executor.interface import Executor, StepResult
@@ -31,7 +31,7 @@ from paged_jax.memory.block_manager import BlockManager
 from paged_jax.observability.chrome_trace import ChromeTrace
 from paged_jax.observability.iteration_log import IterationLog
 from paged_jax.observability.metrics import Metrics
-from paged_jax.observability.watch import watch
+from paged_jax.observability.observer import Observer, watch
 from paged_jax.sampling_params import SamplingParams
 from paged_jax.scheduling.batch import ScheduledBatch
 from paged_jax.scheduling.request import Request

@@ -32,8 +32,8 @@ from experiments.lib import reporting
 from experiments.lib.fake_devices import endless_requests, make_loop
 from experiments.lib.paired import in_turn, ratio_spread
 from paged_jax import Engine, SamplingParams
-from paged_jax.engine.core import IterationStats
 from paged_jax.loading import LoadedModel, load_model
+from paged_jax.observability.observer import IterationStats
 
 _NUM_SEQS = flags.DEFINE_list("num_seqs", ["16", "64", "256"], "Sequences that run, simulated.")
 _DEVICE_MS = flags.DEFINE_list(

@@ -34,7 +34,7 @@ from experiments.kernels.latency_tables import tables
 from experiments.kernels.measure import Row, empty_row, measure, with_ratios
 from experiments.kernels.shapes import GEOMETRIES, Shape, parse_geometry
 from experiments.lib import reporting
-from paged_jax.xla_flags import prefer_vector_loops
+from paged_jax import prefer_vector_loops
 
 
 class Defaults(NamedTuple):

@@ -10,9 +10,9 @@ from typing import Self
 
 from tqdm import tqdm
 
-from paged_jax.engine.core import IterationStats
 from paged_jax.engine.engine import Engine
 from paged_jax.executor.compilation import count_compilations
+from paged_jax.observability.observer import IterationStats
 from paged_jax.outputs import RequestOutput
 from paged_jax.sampling_params import SamplingParams
 from paged_jax.scheduling.checks import num_blocks_needed

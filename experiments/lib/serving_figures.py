@@ -11,10 +11,9 @@ import numpy as np
 
 from experiments.lib import reporting
 from experiments.lib.driver import ServedRequest, ServedRun
-from paged_jax.engine.core import IterationStats
 from paged_jax.engine.engine import Engine
-from paged_jax.outputs import CompletionOutput, RequestOutput
-from paged_jax.scheduling.request import CUT_SHORT
+from paged_jax.observability.observer import IterationStats
+from paged_jax.outputs import CUT_SHORT, CompletionOutput, RequestOutput
 
 Outcome = tuple[str, str]  # what happened, why
 

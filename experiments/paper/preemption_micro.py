@@ -9,7 +9,6 @@ import jax
 import numpy as np
 
 from paged_jax import Engine, SamplingParams
-from paged_jax.engine.core import IterationStats
 from paged_jax.executor.swap_pool import (
     MAX_STEP_BLOCKS,
     STAGING_BYTES,
@@ -18,6 +17,7 @@ from paged_jax.executor.swap_pool import (
     write_step,
 )
 from paged_jax.loading import LoadedModel
+from paged_jax.observability.observer import IterationStats
 from paged_jax.simulation.cost_model import RooflineCost, StepWork
 from paged_jax.simulation.setups import find_gpu, find_model_shape
 from paged_jax.steps import kv_cache

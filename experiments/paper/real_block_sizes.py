@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
+import jax.numpy as jnp
 import numpy as np
 from tqdm import tqdm
 
@@ -12,8 +13,8 @@ from experiments.paper.block_sizes import Row, held_figures
 from experiments.paper.requests import SHARED_PREFIXES, draw
 from paged_jax.engine.engine import Engine
 from paged_jax.loading import LoadedModel
+from paged_jax.memory.sizing import bytes_per_block
 from paged_jax.sampling_params import SamplingParams
-from paged_jax.steps.kv_cache import bytes_per_block
 from paged_jax.workloads import VocabRange, WorkloadRequest
 
 
@@ -96,7 +97,7 @@ class RealRuns:
                 num_kv_heads=config.num_kv_heads,
                 block_size=1,
                 head_dim=config.head_dim,
-                dtype=engine.dtype,
+                bytes_per_value=jnp.dtype(engine.dtype).itemsize,
             ),
         )
         num_tokens = sum(request.max_tokens for request in requests)

@@ -13,9 +13,9 @@ from paged_jax.engine.core import EngineCore
 from paged_jax.executor.interface import Executor, StepResult
 from paged_jax.memory.interface import MemoryManager
 from paged_jax.memory.usage import MemoryUsage
+from paged_jax.outputs import TokenLogprobs
 from paged_jax.sampling_params import SamplingParams
 from paged_jax.scheduling.batch import ScheduledBatch
-from paged_jax.scheduling.logprobs import TokenLogprobs
 from paged_jax.scheduling.request import Request
 from paged_jax.simulation.branching import VOCAB_SIZE, BeamCandidates, Branching
 from paged_jax.simulation.system import SystemConfig

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from paged_jax.engine.core import IterationStats
+from paged_jax.observability.observer import IterationStats
 
 CATEGORIES = ("token_states", "reserved", "internal", "external", "free")
 

@@ -10,9 +10,9 @@ from tqdm import tqdm
 
 from experiments.lib.driver import require_fitting
 from paged_jax import Engine, RequestOutput, SamplingParams
-from paged_jax.engine.core import IterationStats
 from paged_jax.executor.buckets import prefill_buckets
 from paged_jax.executor.interface import Executor, StepResult
+from paged_jax.observability.observer import IterationStats
 from paged_jax.scheduling.batch import ScheduledBatch
 from paged_jax.scheduling.scheduler import Scheduler
 from paged_jax.simulation.calibrated import Measured, StepBuckets

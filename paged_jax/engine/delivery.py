@@ -7,9 +7,10 @@ from dataclasses import replace
 
 from tqdm import tqdm
 
-from paged_jax.engine.core import EngineCore, Iteration
+from paged_jax.engine.core import EngineCore
 from paged_jax.engine.records import RequestRecord, SequenceRecord
 from paged_jax.loading.tokenizer import Tokenizer
+from paged_jax.observability.observer import Iteration
 from paged_jax.outputs import RequestOutput, error_text
 from paged_jax.scheduling.request import Request
 

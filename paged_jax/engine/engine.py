@@ -17,7 +17,7 @@ import numpy as np
 
 from paged_jax.config import EngineConfig
 from paged_jax.engine.build import build, choose_attention, device_params
-from paged_jax.engine.core import EngineCore, IterationStats
+from paged_jax.engine.core import EngineCore
 from paged_jax.engine.delivery import Delivery, OutputStream, complete
 from paged_jax.engine.prompts import (
     Prompt,
@@ -34,6 +34,7 @@ from paged_jax.loading.arrays import weight_dtype
 from paged_jax.memory.policies import PAGED
 from paged_jax.memory.usage import SharingStats
 from paged_jax.observability.metrics import Metrics
+from paged_jax.observability.observer import IterationStats
 from paged_jax.outputs import RequestOutput
 from paged_jax.sampling_params import SamplingParams
 from paged_jax.scheduling.checks import QueueFull

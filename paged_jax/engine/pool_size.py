@@ -6,10 +6,9 @@ import jax
 import jax.numpy as jnp
 
 from paged_jax.config import EngineConfig
-from paged_jax.memory.sizing import num_blocks_in, room_for_kv
+from paged_jax.memory.sizing import bytes_per_block, num_blocks_in, room_for_kv
 from paged_jax.models.config import ModelConfig
 from paged_jax.models.params import num_parameters
-from paged_jax.steps.kv_cache import bytes_per_block
 
 GPU_MEMORY_SHARE = 0.9  # of what the device has, weights included
 HOST_POOL_BYTES = 1 << 30  # at most, where the cache lives in host memory
@@ -88,7 +87,7 @@ def _bytes_per_block(config: ModelConfig, options: EngineConfig, cache_head_size
         num_kv_heads=config.num_kv_heads,
         block_size=options.block_size,
         head_dim=cache_head_size,
-        dtype=options.dtype,
+        bytes_per_value=jnp.dtype(options.dtype).itemsize,
     )
 
 

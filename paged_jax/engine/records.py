@@ -5,9 +5,16 @@ from dataclasses import dataclass, field, replace
 
 from paged_jax.loading import IncrementalDetokenizer
 from paged_jax.loading.tokenizer import Tokenizer
-from paged_jax.outputs import CompletionOutput, RequestMetrics, RequestOutput, error_text
-from paged_jax.scheduling.logprobs import TokenLogprobs
-from paged_jax.scheduling.request import CUT_SHORT, FinishReason, Request, Sequence
+from paged_jax.outputs import (
+    CUT_SHORT,
+    CompletionOutput,
+    FinishReason,
+    RequestMetrics,
+    RequestOutput,
+    TokenLogprobs,
+    error_text,
+)
+from paged_jax.scheduling.request import Request, Sequence
 
 OnOutput = Callable[[RequestOutput], None]
 

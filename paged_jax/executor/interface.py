@@ -3,8 +3,8 @@
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+from paged_jax.outputs import TokenLogprobs
 from paged_jax.scheduling.batch import ScheduledBatch
-from paged_jax.scheduling.logprobs import TokenLogprobs
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,8 +23,8 @@ from paged_jax.executor.swap_pool import SwapPool, read_step, write_step
 from paged_jax.memory.interface import MemoryManager
 from paged_jax.models.config import ModelConfig
 from paged_jax.models.params import Params, expected_shapes, nest
+from paged_jax.outputs import TokenLogprobs
 from paged_jax.scheduling.batch import PrefillChunk, ScheduledBatch
-from paged_jax.scheduling.logprobs import TokenLogprobs
 from paged_jax.scheduling.request import Sequence
 from paged_jax.steps.attention import PagedAttention
 from paged_jax.steps.kv_cache import PagedKVCache

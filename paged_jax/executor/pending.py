@@ -8,8 +8,8 @@ import numpy as np
 
 from paged_jax.executor.buckets import padded
 from paged_jax.executor.interface import StepResult
+from paged_jax.outputs import TokenLogprobs
 from paged_jax.scheduling.batch import PrefillChunk
-from paged_jax.scheduling.logprobs import TokenLogprobs
 from paged_jax.scheduling.request import Sequence
 from paged_jax.steps.sampling import ArrayLike, Sampled
 

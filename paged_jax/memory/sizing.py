@@ -12,6 +12,23 @@ def kv_bytes_per_token(
     return 2 * num_layers * num_kv_heads * head_dim * bytes_per_value
 
 
+def bytes_per_block(
+    *,
+    num_layers: int,
+    num_kv_heads: int,
+    block_size: int,
+    head_dim: int,
+    bytes_per_value: int,
+) -> int:
+    """Bytes that one block takes over all layers, keys and values."""
+    return block_size * kv_bytes_per_token(
+        num_layers=num_layers,
+        num_kv_heads=num_kv_heads,
+        head_dim=head_dim,
+        bytes_per_value=bytes_per_value,
+    )
+
+
 def room_for_kv(
     memory_bytes: int, weight_bytes: int, *, share: float = 1.0, in_use_bytes: int = 0
 ) -> int:

@@ -13,7 +13,8 @@ phases: waiting, prefill, running, swapped.
 
 from pathlib import Path
 
-from paged_jax.engine.core import EngineCore, Iteration, Observer
+from paged_jax.engine.core import EngineCore
+from paged_jax.observability.observer import Iteration, Observer
 from paged_jax.observability.phases import Phase, RequestPhases
 from paged_jax.observability.trace_file import Lanes, TraceFile
 from paged_jax.outputs import RequestOutput

@@ -4,8 +4,8 @@ import dataclasses
 import json
 from pathlib import Path
 
-from paged_jax.engine.core import IterationStats, Observer
 from paged_jax.memory.usage import MemoryUsage
+from paged_jax.observability.observer import IterationStats, Observer
 from paged_jax.observability.trace_file import open_output
 from paged_jax.outputs import RequestOutput
 

@@ -7,7 +7,6 @@ middle of an iteration: each figure is right by itself.
 
 from collections import Counter
 
-from paged_jax.engine.core import Iteration, Observer
 from paged_jax.observability.figures import (
     FEW,
     FIRST_TOKEN_S,
@@ -24,10 +23,11 @@ from paged_jax.observability.figures import (
     info,
     up_to,
 )
+from paged_jax.observability.observer import Iteration, Observer
 from paged_jax.observability.phases import RequestPhases
-from paged_jax.outputs import RequestOutput
+from paged_jax.outputs import CUT_SHORT, RequestOutput
 from paged_jax.scheduling.checks import QueueFull
-from paged_jax.scheduling.request import CUT_SHORT, Request, Sequence
+from paged_jax.scheduling.request import Request, Sequence
 from paged_jax.scheduling.scheduler import Scheduler
 
 

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
-from paged_jax.engine.core import Iteration
+from paged_jax.observability.observer import Iteration
 from paged_jax.scheduling.request import Request, Sequence, SequenceStatus
 
 Phase = Literal["waiting", "prefill", "running", "swapped"]

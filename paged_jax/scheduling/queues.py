@@ -6,7 +6,8 @@ from collections.abc import Iterator
 from itertools import takewhile
 
 from paged_jax.memory.interface import MemoryManager
-from paged_jax.scheduling.request import FinishReason, Request, Sequence, SequenceStatus
+from paged_jax.outputs import FinishReason
+from paged_jax.scheduling.request import Request, Sequence, SequenceStatus
 
 
 def order(seq: Sequence) -> tuple[tuple[tuple[float, ...], int], int]:

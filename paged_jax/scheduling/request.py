@@ -4,14 +4,10 @@ import enum
 import itertools
 from collections.abc import Hashable
 from dataclasses import dataclass, field
-from typing import Literal
 
+from paged_jax.outputs import FinishReason, TokenLogprobs
 from paged_jax.sampling_params import SamplingParams
 from paged_jax.scheduling.beam_search import BeamSearch
-from paged_jax.scheduling.logprobs import TokenLogprobs
-
-FinishReason = Literal["stop", "length", "abort", "timeout", "error"]
-CUT_SHORT: tuple[FinishReason, ...] = ("abort", "timeout", "error")
 
 # What a policy ranks requests by.
 PolicyKey = float | tuple[float, ...]

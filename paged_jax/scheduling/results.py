@@ -3,8 +3,8 @@
 import collections.abc
 
 from paged_jax.memory.interface import MemoryManager
+from paged_jax.outputs import TokenLogprobs
 from paged_jax.scheduling.batch import ScheduledBatch, start_forks
-from paged_jax.scheduling.logprobs import TokenLogprobs
 from paged_jax.scheduling.queues import Queues, Unfinished
 from paged_jax.scheduling.request import Request, Sequence, SequenceStatus
 

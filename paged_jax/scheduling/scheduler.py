@@ -34,6 +34,7 @@ import collections.abc
 from paged_jax.config import EngineConfig
 from paged_jax.memory.interface import MemoryManager
 from paged_jax.memory.usage import MemoryUsage
+from paged_jax.outputs import FinishReason, TokenLogprobs
 from paged_jax.scheduling.admission import Admission
 from paged_jax.scheduling.ahead import decodes_after
 from paged_jax.scheduling.batch import ScheduledBatch, add_forks
@@ -41,11 +42,10 @@ from paged_jax.scheduling.checks import check_fits, check_queue, pin
 from paged_jax.scheduling.chunking import PrefillBudget, PrefillPlan, fit_to_sizes
 from paged_jax.scheduling.counters import Counters
 from paged_jax.scheduling.estimates import StepEstimates
-from paged_jax.scheduling.logprobs import TokenLogprobs
 from paged_jax.scheduling.policies import key_of, make_policy
 from paged_jax.scheduling.preemption import Preemption
 from paged_jax.scheduling.queues import Queues, Unfinished
-from paged_jax.scheduling.request import FinishReason, Request, Sequence, SequenceStatus
+from paged_jax.scheduling.request import Request, Sequence, SequenceStatus
 from paged_jax.scheduling.results import Results
 
 

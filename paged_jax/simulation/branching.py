@@ -22,7 +22,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from paged_jax.scheduling.logprobs import TokenLogprobs
+from paged_jax.outputs import TokenLogprobs
 from paged_jax.scheduling.request import Sequence as Beam
 
 VOCAB_SIZE = 50_000

@@ -4,8 +4,8 @@ import math
 
 from paged_jax.executor.interface import Executor, StepResult
 from paged_jax.memory.interface import MemoryManager
+from paged_jax.outputs import TokenLogprobs
 from paged_jax.scheduling.batch import ScheduledBatch
-from paged_jax.scheduling.logprobs import TokenLogprobs
 from paged_jax.simulation.branching import BeamCandidates
 from paged_jax.simulation.cost_model import CostModel, StepWork
 

@@ -5,8 +5,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from paged_jax.engine.core import IterationStats
 from paged_jax.memory.usage import SharingStats
+from paged_jax.observability.observer import IterationStats
 
 
 @dataclass(frozen=True, slots=True)

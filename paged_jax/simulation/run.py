@@ -9,7 +9,8 @@ from typing import Any
 import numpy as np
 from tqdm import tqdm
 
-from paged_jax.engine.core import EngineCore, Iteration, IterationStats
+from paged_jax.engine.core import EngineCore
+from paged_jax.observability.observer import Iteration, IterationStats
 from paged_jax.sampling_params import SamplingParams
 from paged_jax.scheduling.request import Request
 from paged_jax.simulation.branching import BeamCandidates

@@ -18,7 +18,6 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from paged_jax.memory.sizing import kv_bytes_per_token
 from pallas_kernels import block_copy
 
 # Keys and values of one layer, each [num_blocks, num_kv_heads, block_size, head_dim].
@@ -67,18 +66,6 @@ def create(
     k = tuple(jnp.zeros(shape, dtype) for _ in range(num_layers))
     v = tuple(jnp.zeros(shape, dtype) for _ in range(num_layers))
     return PagedKVCache(k, v)
-
-
-def bytes_per_block(
-    *, num_layers: int, num_kv_heads: int, block_size: int, head_dim: int, dtype: Any
-) -> int:
-    """Bytes that one block takes over all layers, keys and values."""
-    return block_size * kv_bytes_per_token(
-        num_layers=num_layers,
-        num_kv_heads=num_kv_heads,
-        head_dim=head_dim,
-        bytes_per_value=jnp.dtype(dtype).itemsize,
-    )
 
 
 def slots_of(block_tables: Array, positions: Array, block_size: int) -> Array:

@@ -6,8 +6,8 @@ import numpy as np
 
 from paged_jax.executor.interface import Executor, StepResult
 from paged_jax.memory.block_manager import BlockManager
+from paged_jax.outputs import TokenLogprobs
 from paged_jax.scheduling.batch import ScheduledBatch
-from paged_jax.scheduling.logprobs import TokenLogprobs
 from paged_jax.scheduling.request import Sequence
 from tests.scheduling.fakes import VOCAB_SIZE, next_token
 

@@ -5,8 +5,8 @@ from dataclasses import replace
 import pytest
 
 from paged_jax import Engine, SamplingParams
-from paged_jax.engine.core import Observer
 from paged_jax.loading import IncrementalDetokenizer
+from paged_jax.observability.observer import Observer
 from tests.conftest import SMALL_LIMITS, assert_idle
 from tests.engine.mixed_requests import TEXT, essence
 

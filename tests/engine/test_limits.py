@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from paged_jax import Engine, SamplingParams
-from paged_jax.engine.core import Observer
+from paged_jax.observability.observer import Observer
 
 SAMPLED = SamplingParams(temperature=1.0, max_tokens=12)
 

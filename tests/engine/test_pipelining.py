@@ -5,7 +5,8 @@ import random
 
 import pytest
 
-from paged_jax.engine.core import EngineCore, Iteration, IterationStats
+from paged_jax.engine.core import EngineCore
+from paged_jax.observability.observer import Iteration, IterationStats
 from tests.engine.queued_device import Clock, QueuedDevice
 from tests.scheduling.fakes import EOS, make_request, make_scheduler, outputs
 

@@ -21,8 +21,8 @@ from experiments.lib.serving_figures import (
 from experiments.lib.serving_plots import Occupancy, occupancy, timeline
 from experiments.lib.serving_tables import tables
 from paged_jax import CompletionOutput, RequestOutput, SamplingParams
-from paged_jax.engine.core import IterationStats
 from paged_jax.memory.usage import MemoryUsage
+from paged_jax.observability.observer import IterationStats
 from paged_jax.outputs import RequestMetrics
 from paged_jax.workloads import WorkloadRequest
 from tests.conftest import TINY_LM

@@ -3,8 +3,13 @@
 import pytest
 
 from paged_jax import Engine
-from paged_jax.memory.sizing import kv_bytes_per_token, num_blocks_in, num_sequences_in, room_for_kv
-from paged_jax.steps.kv_cache import bytes_per_block
+from paged_jax.memory.sizing import (
+    bytes_per_block,
+    kv_bytes_per_token,
+    num_blocks_in,
+    num_sequences_in,
+    room_for_kv,
+)
 
 GIB = 2**30
 

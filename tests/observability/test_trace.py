@@ -9,8 +9,8 @@ import pytest
 from paged_jax import Engine, SamplingParams
 from paged_jax.observability.chrome_trace import ChromeTrace
 from paged_jax.observability.iteration_log import IterationLog
+from paged_jax.observability.observer import watch
 from paged_jax.observability.profiler import iteration_mark, profile
-from paged_jax.observability.watch import watch
 from tests.conftest import SMALL_LIMITS
 from tests.observability.trace_checks import read_trace, requests_in, spans
 

@@ -7,10 +7,10 @@ import numpy as np
 from paged_jax.config import EngineConfig
 from paged_jax.memory.block_manager import BlockManager
 from paged_jax.memory.interface import MemoryManager
+from paged_jax.outputs import TokenLogprobs
 from paged_jax.sampling_params import SamplingParams
 from paged_jax.scheduling.batch import ScheduledBatch
 from paged_jax.scheduling.estimates import StepEstimates
-from paged_jax.scheduling.logprobs import TokenLogprobs
 from paged_jax.scheduling.policies import Policy
 from paged_jax.scheduling.request import Request, Sequence
 from paged_jax.scheduling.scheduler import Scheduler

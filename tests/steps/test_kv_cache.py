@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from paged_jax.memory.sizing import bytes_per_block
 from paged_jax.steps import kv_cache
 
 LAYERS, P, HK, S, D = 2, 6, 2, 4, 8
@@ -27,7 +28,7 @@ def test_create_gives_each_layer_its_own_arrays():
     leaves = jax.tree.leaves(cache)
     assert [(leaf.shape, leaf.dtype) for leaf in leaves] == [((P, HK, S, D), jnp.bfloat16)] * 4
     assert len({leaf.unsafe_buffer_pointer() for leaf in leaves}) == 4, "donation needs that"
-    assert sum(leaf.nbytes for leaf in leaves) == P * kv_cache.bytes_per_block(
+    assert sum(leaf.nbytes for leaf in leaves) == P * bytes_per_block(
         num_layers=LAYERS, num_kv_heads=HK, block_size=S, head_dim=D, dtype="bfloat16"
     )
 

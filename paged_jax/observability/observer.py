@@ -1,0 +1,114 @@
+"""What observers of an engine see: each iteration, its statistics, and what becomes of requests."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from paged_jax.executor.interface import StepResult
+from paged_jax.memory.usage import MemoryUsage
+from paged_jax.outputs import RequestOutput
+from paged_jax.scheduling.batch import ScheduledBatch
+from paged_jax.scheduling.request import Request, Sequence
+
+
+@dataclass(frozen=True, slots=True)
+class IterationStats:
+    """One iteration, as a researcher wants to plot it. Times in seconds."""
+
+    index: int
+    start_s: float  # if planned ahead, when the tokens of the iteration before were there
+    wall_s: float  # from then until the next one starts, or the last output is handed over
+    device_s: float  # of which from the first dispatch until the tokens were back
+    num_decodes: int
+    num_prefill_tokens: int
+    num_prefill_seqs: int
+    num_sampled: int
+    num_preempted: int
+    num_finished: int
+    num_running: int  # after the iteration
+    num_waiting: int
+    usage: MemoryUsage  # while it ran
+    num_resumed: int = 0  # sequences swapped in
+    num_swapped: int = 0  # sequences in host memory, after the iteration
+    num_swapped_out_blocks: int = 0
+    num_swapped_in_blocks: int = 0
+    swap_s: float = 0.0  # of device_s
+    num_free_blocks: int = 0  # after the iteration, cached ones included
+    num_cached_blocks: int = 0
+    num_used_swap_blocks: int = 0
+    is_ahead: bool = False  # whether it was planned while the iteration before it ran
+
+
+@dataclass(frozen=True, slots=True)
+class Iteration:
+    """What one turn of the loop did; ``sampled`` are the sequences that `result` has tokens for.
+
+    Those of the batch's that had ended before are left out: what was computed for them was planned
+    ahead of their last token. None are there if its step has failed for good: the batch computes
+    nothing then.
+    """
+
+    batch: ScheduledBatch
+    sampled: list[Sequence]
+    result: StepResult
+    finished: list[Sequence]
+    usage: MemoryUsage | None  # while it ran; None if nobody observes
+    start_s: float
+    end_s: float  # when its tokens were there
+    failed: list[Request] = field(default_factory=list)  # each with its `error`
+    is_ahead: bool = False  # whether it was planned while the one before it ran
+
+
+class Observer:
+    """Sees what an engine does and changes nothing of it; what it has no use for does nothing.
+
+    It is called in the engine's thread, so the time that it takes is time without tokens. One that
+    raises sees no more, a warning says so, and the engine goes on. Times are in seconds on the
+    engine's clock.
+    """
+
+    wants_stats = False  # whether `on_iteration` is called: counting slots takes time
+
+    def on_request_added(self, request: Request) -> None:
+        """A request waits."""
+
+    def on_request_refused(self, error: ValueError) -> None:
+        """A request was not taken; its caller gets the error."""
+
+    def on_step(self, iteration: Iteration) -> None:
+        """An iteration's tokens are there and the scheduler has them, but nobody else."""
+
+    def on_recovery(self, time_s: float) -> None:
+        """A step has raised: nothing of it was done, and what ran may wait again."""
+
+    def on_request_ended(self, output: RequestOutput, time_s: float) -> None:
+        """A request has ended, for whatever reason, and its output is about to be handed over."""
+
+    def on_iteration(self, stats: IterationStats) -> None:
+        """An iteration is over and its outputs are handed over."""
+
+    def close(self) -> None:
+        """There is no more to see."""
+
+
+class Observed(Protocol):
+    """An engine's core, as far as its observers are concerned."""
+
+    observers: list[Observer]
+
+
+@contextmanager
+def watch(core: Observed, *observers: Observer) -> Iterator[None]:
+    """They see what the engine does until this is left, and are closed then.
+
+    What a timeline shows of requests that were in work before begins with nothing: begin to watch
+    an engine that is idle.
+    """
+    core.observers += observers
+    try:
+        yield
+    finally:
+        core.observers = [each for each in core.observers if each not in observers]
+        for observer in observers:
+            observer.close()
