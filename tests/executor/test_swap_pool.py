@@ -4,7 +4,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from test_in_place import passes_over_cache
 
 from paged_jax import Engine
 from paged_jax.executor import swap_pool
@@ -12,6 +11,7 @@ from paged_jax.executor.compilation import count_compilations
 from paged_jax.executor.swap_pool import SwapPool, read_step, write_step
 from paged_jax.scheduling.batch import ScheduledBatch
 from paged_jax.steps import kv_cache
+from tests.steps.test_in_place import passes_over_cache
 
 NUM_BLOCKS, NUM_SWAP_BLOCKS = 100, 130
 

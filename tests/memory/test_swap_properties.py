@@ -6,10 +6,10 @@ import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import initialize, precondition, rule
-from test_block_manager_properties import ManagerMachine, index
 
 from tests.memory.memory_model import PROMPT
 from tests.memory.swap_model import SwapModel
+from tests.memory.test_block_manager_properties import ManagerMachine, index
 
 
 class SwapMachine(ManagerMachine):
