@@ -23,6 +23,8 @@ from absl import app, flags, logging
 from rich.console import Console
 from rich.table import Table
 
+from experiments.lib import options
+
 
 def preset[T](flag: flags.FlagHolder[T | None], is_quick: bool, *, quick: T, full: T) -> T:
     """The flag's value; where it was not given, what the mode takes."""
@@ -209,6 +211,34 @@ def print_table(title: str, columns: Sequence[str], rows: Iterable[Sequence[obje
     if not console.is_terminal:
         console = Console(markup=False, width=PIPE_COLUMNS)
     console.print(table)
+
+
+def report(
+    title: str, rows: Sequence[Any], configs: Any, *, columns: Sequence[str] = (), **facts: object
+) -> None:
+    """Print rows, NamedTuples of a kind or mappings of the same keys, and `write_results`."""
+    cases = [_case(row) for row in rows]
+    columns = columns or list(cases[0])
+    print_table(title, columns, [[case[name] for name in columns] for case in cases])
+    write_results(rows, configs, **facts)
+
+
+def write_results(rows: Sequence[Any], configs: Any, **facts: object) -> None:
+    """Write rows to results.json and results.csv of the experiment's folder.
+
+    `configs` are the experiment's options, or a tuple of several. results.json also gets the
+    options as "flags", the environment and `facts`.
+    """
+    configs = configs if isinstance(configs, tuple) else (configs,)
+    given = options.as_dict(*configs)
+    cases = [_case(row) for row in rows]
+    results = {"flags": given, "environment": environment(), **facts, "cases": cases}
+    write_json(given["out_dir"], "results.json", results)
+    write_csv(given["out_dir"], "results.csv", cases)
+
+
+def _case(row: Any) -> dict[str, object]:
+    return dict(row._asdict()) if hasattr(row, "_asdict") else dict(row)
 
 
 def report_cases(

@@ -2,7 +2,7 @@
 
     python -m experiments.paper.fig12_throughput --quick
     python -m experiments.paper.fig12_throughput
-    python -m experiments.paper.fig12_throughput --models=OPT-13B --lengths=sharegpt_trace --objective_s=0.5
+    python -m experiments.paper.fig12_throughput --lengths=sharegpt_trace --objective_s=0.5
 
 Simulated: the engine's own scheduler and memory managers, with step times of a roofline model of
 the paper's GPUs. Five systems serve the same Poisson arrivals of the same requests:
@@ -23,41 +23,51 @@ has OPT-13B alone, and half an hour without on two cores. --out_dir gets results
 results.csv, curves.csv and throughput.png.
 """
 
+from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple
 
-import matplotlib.pyplot as plt
 import numpy as np
-from absl import flags
 
-from experiments.lib import reporting
-from experiments.lib.parallel import run_all
-from experiments.lib.reporting import preset
-from experiments.paper.requests import LENGTHS, check_lengths, draw, note_on_length
+from experiments.lib import figures
+from experiments.lib.experiment import grid, run
+from experiments.lib.options import SimulationOptions, option
+from experiments.lib.reporting import report, write_csv
+from experiments.paper.requests import LENGTHS, draw, note_on_length
 from experiments.paper.setups import SETUPS, find_setup
-from experiments.paper.simulations import Load, Sustained, curve_points, find_sustained, plot_panel
-from experiments.paper.systems import SYSTEMS, chosen_systems
+from experiments.paper.simulations import (
+    Load,
+    Sustained,
+    curve_points,
+    find_sustained,
+    plot_panel,
+)
+from experiments.paper.systems import SYSTEMS
 
-_QUICK = flags.DEFINE_bool("quick", False, "OPT-13B alone, short traces.")
-_MODELS = flags.DEFINE_list(
-    "models", None, f"Of {', '.join(SETUPS)}; default: all, or OPT-13B with --quick."
-)
-_LENGTHS = flags.DEFINE_list(
-    "lengths", ["sharegpt_served", "alpaca"], f"Whose lengths requests have: {', '.join(LENGTHS)}."
-)
-_SYSTEMS = flags.DEFINE_list("systems", list(SYSTEMS), "What is compared.")
-_DURATION_S = flags.DEFINE_float(
-    "duration_s",
-    None,
-    "How long requests of ShareGPT's lengths arrive; shorter ones that much shorter. Default: "
-    "1200, or 500 with --quick.",
-    lower_bound=1,
-)  # fmt: skip
-_OBJECTIVE_S = flags.DEFINE_float(
-    "objective_s", 0.1, "Mean latency per output token that counts as sustained.", lower_bound=1e-3
-)
-_SEED = flags.DEFINE_integer("seed", 0, "Of lengths and arrivals.", lower_bound=0)
-_OUT_DIR = flags.DEFINE_string("out_dir", "out/throughput", "Where the results go.")
+
+@dataclass(frozen=True, kw_only=True)
+class Config(SimulationOptions):
+    models: tuple[str, ...] = option(
+        tuple(SETUPS), "These models are served.", quick=("OPT-13B",), choices=SETUPS
+    )
+    lengths: tuple[str, ...] = option(
+        ("sharegpt_served", "alpaca"), "Requests have lengths of these kinds.", choices=LENGTHS
+    )
+    systems: tuple[str, ...] = option(
+        tuple(SYSTEMS), "These systems are compared.", choices=SYSTEMS
+    )
+    duration_s: float = option(
+        1200.0,
+        "Requests of ShareGPT's lengths arrive for so long (s), shorter requests for less.",
+        quick=500.0,
+        least=1,
+    )
+    objective_s: float = option(
+        0.1,
+        "A rate is sustained if the mean latency per output token is at most this (s).",
+        least=1e-3,
+    )
+
 
 FRACTIONS = (0.3, 0.6, 0.8, 0.9)  # of the sustained rate, run for the curves
 PAPER_GAIN = {
@@ -81,11 +91,11 @@ class Case(NamedTuple):
     unloaded_ms: float | None  # at the lowest rate that was run
 
 
-def relative_length(lengths: str) -> float:
+def relative_length(lengths: str, seed: int) -> float:
     """Mean output tokens, of ShareGPT's: a trace has to last for so many requests' lifetimes."""
 
     def mean_output(name: str) -> float:
-        return float(np.mean([r.max_tokens for r in draw(name, 1000, 2048, _SEED.value)]))
+        return float(np.mean([r.max_tokens for r in draw(name, 1000, 2048, seed)]))
 
     return mean_output(lengths) / mean_output("sharegpt")
 
@@ -112,77 +122,58 @@ def case_of(found: Sustained, paged_rate: float | None) -> Case:
     )
 
 
-def plot(found: list[Sustained], path: str) -> None:
+def plot(found: list[Sustained], out_dir: str) -> None:
     """A panel for each model and dataset, a line for each system, as Figure 12."""
-    panels = list(dict.fromkeys(panel_of(result.load) for result in found))
-    models = list(dict.fromkeys(model for model, _ in panels))
-    lengths = list(dict.fromkeys(name for _, name in panels))
-    figure, all_axes = plt.subplots(
-        len(lengths), len(models), figsize=(4.5 * len(models), 3.2 * len(lengths)),
-        squeeze=False, layout="constrained",
-    )  # fmt: skip
-    for row, name in enumerate(lengths):
-        for column, model in enumerate(models):
-            chosen = [
-                r for r in found if (r.load.deployment.model.name, r.load.lengths) == (model, name)
-            ]
-            plot_panel(all_axes[row][column], chosen)
-            all_axes[row][column].set_title(f"{model}, {name}", fontsize=10)
-    for row_axes in all_axes:
-        row_axes[0].set_ylabel("normalised latency (s/token)")
-    all_axes[0][0].legend(fontsize=8)
-    figure.savefig(path, dpi=150)
-    plt.close(figure)
+    chosen: dict[tuple[str, str], list[Sustained]] = {}
+    for result in found:
+        chosen.setdefault(panel_of(result.load), []).append(result)
+    models = list(dict.fromkeys(model for model, _ in chosen))
+    lengths = list(dict.fromkeys(name for _, name in chosen))
+    figure, axes = figures.panels(len(lengths), len(models))
+    for (model, name), results in chosen.items():
+        panel = axes[lengths.index(name), models.index(model)]
+        plot_panel(panel, results)
+        panel.set_title(f"{model}, {name}", fontsize=10)
+    for panel in axes[:, 0]:
+        panel.set_ylabel("normalised latency (s/token)")
+    axes[0, 0].legend(fontsize=8)
+    figures.save(figure, out_dir, "throughput.png")
 
 
-def main() -> None:
-    is_quick = _QUICK.value
-    models = _MODELS.value or (["OPT-13B"] if is_quick else list(SETUPS))
-    setups = [find_setup(model) for model in models]
-    check_lengths(_LENGTHS.value)
-    systems = chosen_systems(_SYSTEMS.value)
-    duration_s = preset(_DURATION_S, is_quick, quick=500.0, full=1200.0)
-    out_dir = reporting.make_out_dir(_OUT_DIR.value)
-
-    for name in _LENGTHS.value:
-        print(note_on_length(name, setups[0].model.max_model_len, _SEED.value))
+def main(config: Config) -> None:
+    setups = [find_setup(model) for model in config.models]
+    for name in config.lengths:
+        print(note_on_length(name, setups[0].model.max_model_len, config.seed))
     loads = [
         Load(
-            system.name,
+            system,
             setup.deployment,
             lengths,
-            duration_s * relative_length(lengths),
-            seed=_SEED.value,
+            config.duration_s * relative_length(lengths, config.seed),
+            seed=config.seed,
         )
-        for lengths in _LENGTHS.value
+        for lengths in config.lengths
         for setup in setups
-        for system in systems
+        for system in SYSTEMS
+        if system in config.systems
     ]
-    # Short requests are many, and paging serves the most.
-    order = sorted(loads, key=lambda load: (load.lengths != "alpaca", load.system != "paged"))
     search = partial(
         find_sustained,
-        objective_s=_OBJECTIVE_S.value,
-        precision=0.04 if is_quick else 0.02,
-        fractions=FRACTIONS[1::2] if is_quick else FRACTIONS,
+        objective_s=config.objective_s,
+        precision=0.04 if config.quick else 0.02,
+        fractions=FRACTIONS[1::2] if config.quick else FRACTIONS,
     )
-    done = {
-        found.load: found
-        for found in run_all(search, order, description="sustained rates", unit="system")
-    }
+    # Short requests are many, and paging serves the most.
+    order = sorted(loads, key=lambda load: (load.lengths != "alpaca", load.system != "paged"))
+    rows = grid(search, order, config, unit="system", processes=config.processes)
+    done = {found.load: found for found in rows}
     found = [done[load] for load in loads]
-    paged = {
-        (f.load.deployment.model.name, f.load.lengths): f.rate
-        for f in found
-        if f.load.system == "paged"
-    }
-    cases = [case_of(f, paged.get((f.load.deployment.model.name, f.load.lengths))) for f in found]
-    reporting.report_cases(
-        f"Sustained within {_OBJECTIVE_S.value:g} s per output token",
-        [case._asdict() for case in cases],
-        out_dir,
-        _QUICK,
-        duration_s=duration_s,
+    paged = {panel_of(f.load): f.rate for f in found if f.load.system == "paged"}
+    report(
+        f"Sustained within {config.objective_s:g} s per output token",
+        [case_of(f, paged.get(panel_of(f.load))) for f in found],
+        config,
+        duration_s=config.duration_s,
         slots={setup.model_name: setup.num_slots for setup in setups},
     )
     curve = [
@@ -190,10 +181,9 @@ def main() -> None:
         for f in found
         for point in curve_points(f)
     ]
-    reporting.write_csv(out_dir, "curves.csv", curve)
-    plot(found, str(out_dir / "throughput.png"))
-    print(f"results in {out_dir}")
+    write_csv(config.out_dir, "curves.csv", curve)
+    plot(found, config.out_dir)
 
 
 if __name__ == "__main__":
-    reporting.run(main)
+    run(main, Config)

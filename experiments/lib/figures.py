@@ -1,0 +1,50 @@
+"""Figures as the experiments draw them: panels of lines and bars, with what the paper found."""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import matplotlib.pyplot as plt
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+Points = Sequence[tuple[float, float | None]]
+
+
+def panels(rows: int = 1, columns: int = 1, *, size: tuple[float, float] = (4.5, 3.2)) -> Any:
+    """(figure, array of axes `[rows, columns]`), each panel `size` inches."""
+    return plt.subplots(
+        rows,
+        columns,
+        figsize=(size[0] * columns, size[1] * rows),
+        squeeze=False,
+        layout="constrained",
+    )
+
+
+def lines(axes: Axes, series: Mapping[str, Points], style: str = "o-", **options: Any) -> None:
+    """A line for each label, through its points that have a value."""
+    for label, points in series.items():
+        known = [(x, y) for x, y in points if y is not None]
+        if known:
+            axes.plot(*zip(*known, strict=True), style, label=label, markersize=3, **options)
+
+
+def bars(axes: Axes, labels: Sequence[str], groups: Mapping[str, Sequence[float | None]]) -> None:
+    """Beside each other at each label, a bar of each group; such as "here" and "paper"."""
+    width = 0.8 / len(groups)
+    for index, (name, values) in enumerate(groups.items()):
+        at = [x + (index - (len(groups) - 1) / 2) * width for x in range(len(labels))]
+        axes.bar(at, [value or 0.0 for value in values], width, label=name)
+    axes.set_xticks(range(len(labels)), labels)
+
+
+def band(axes: Axes, low: float, high: float, label: str = "paper") -> None:
+    """The range that the paper reports, across the panel."""
+    axes.axhspan(low, high, color="0.85", zorder=0, label=label)
+
+
+def save(figure: Figure, out_dir: str | Path, name: str) -> None:
+    """Write the figure to `out_dir/name` and let go of it."""
+    figure.savefig(Path(out_dir) / name, dpi=150)
+    plt.close(figure)
