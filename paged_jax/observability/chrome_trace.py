@@ -13,8 +13,7 @@ phases: waiting, prefill, running, swapped.
 
 from pathlib import Path
 
-from paged_jax.engine.core import EngineCore
-from paged_jax.observability.observer import Iteration, Observer
+from paged_jax.observability.observer import Iteration, Observed, Observer
 from paged_jax.observability.phases import Phase, RequestPhases
 from paged_jax.observability.trace_file import Lanes, TraceFile
 from paged_jax.outputs import RequestOutput
@@ -31,7 +30,7 @@ class ChromeTrace(Observer):
     path: of the file; ValueError if it cannot be written.
     """
 
-    def __init__(self, path: str | Path, core: EngineCore):
+    def __init__(self, path: str | Path, core: Observed):
         self._scheduler = core.scheduler
         self._clock, self._origin_s = core.clock, core.clock()
         self._file = TraceFile(path)

@@ -1,6 +1,6 @@
 """What observers of an engine see: each iteration, its statistics, and what becomes of requests."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -10,6 +10,7 @@ from paged_jax.memory.usage import MemoryUsage
 from paged_jax.outputs import RequestOutput
 from paged_jax.scheduling.batch import ScheduledBatch
 from paged_jax.scheduling.request import Request, Sequence
+from paged_jax.scheduling.scheduler import Scheduler
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,6 +96,8 @@ class Observer:
 class Observed(Protocol):
     """An engine's core, as far as its observers are concerned."""
 
+    scheduler: Scheduler
+    clock: Callable[[], float]  # seconds
     observers: list[Observer]
 
 
