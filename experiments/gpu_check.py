@@ -28,6 +28,7 @@ from experiments.device_check import plan, sanitizer
 from experiments.device_check.checks import Settings
 from experiments.device_check.report import Report
 from experiments.device_check.runner import run_checks, run_sanitizer
+from pallas_kernels import extras
 from pallas_kernels.lab.worker import Worker
 
 _OUT_DIR = flags.DEFINE_string("out_dir", "out/gpu_check", "Where the results go.")
@@ -51,7 +52,11 @@ def start(worker: Worker, report: Report) -> Settings:
     report.facts = {**outcome.value, "seed": secrets.randbelow(2**32), "argv": sys.argv[1:]}
     platform = report.facts["device_platform"]
     if (platform == "gpu") == _DRY_RUN.value:
-        raise ValueError(f"JAX's device is a {platform}; --dry_run is for a CPU, and only for it")
+        missing = "" if platform == "gpu" else extras.missing_for_gpu()
+        raise ValueError(
+            f"JAX's device is a {platform}; --dry_run is for a CPU, and only for it"
+            + (f"; {missing}" if missing else "")
+        )
     return Settings(
         device=report.facts["device_kind"],
         copy_gb_per_s=report.facts["copy_gb_per_s"],

@@ -23,6 +23,8 @@ from absl import app, flags, logging
 from rich.console import Console
 from rich.table import Table
 
+from pallas_kernels import extras
+
 PACKAGES = ("jax", "jaxlib", "flax", "numpy", "transformers")
 # Tables in a log file or a pipe are not squeezed into the 80 columns assumed there.
 PIPE_COLUMNS = 120
@@ -52,6 +54,7 @@ def run(main: Callable[[], None]) -> NoReturn:
         if not flags.FLAGS["verbosity"].present:
             logging.set_verbosity(logging.WARNING)  # absl's default shows JAX's search for devices
         try:
+            extras.check_platforms()
             main()
         except ValueError as error:
             _exit_on_bad_input(error)

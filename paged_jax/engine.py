@@ -36,6 +36,7 @@ from paged_jax.scheduling.request import Request
 from paged_jax.scheduling.sampling_params import SamplingParams
 from paged_jax.tracking import OnOutput, RequestRecord
 from paged_jax.warm_up import WarmUp
+from pallas_kernels.extras import check_platforms
 
 
 class Engine:
@@ -114,6 +115,7 @@ class Engine:
         warm_up: bool = True,
         on_iteration: Callable[[IterationStats], None] | None = None,
     ):
+        check_platforms()
         limits = Limits.of(
             jax.default_backend(),
             {

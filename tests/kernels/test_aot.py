@@ -7,6 +7,7 @@ from importlib import metadata
 import jax
 import jax.numpy as jnp
 import pytest
+from compiler import needs_compiler
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
@@ -18,9 +19,6 @@ from pallas_kernels.lab.occupancy import occupancy
 from pallas_kernels.targets import TARGETS
 
 A100, L4, H200, B200 = TARGETS.values()
-needs_compiler = pytest.mark.skipif(
-    not aot.is_available(), reason='needs the aot extra: pip install -e ".[aot]"'
-)
 pytestmark = pytest.mark.filterwarnings(
     "ignore:The Pallas Triton backend is deprecated:DeprecationWarning"
 )

@@ -7,6 +7,7 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 import pytest
+from compiler import needs_compiler
 
 from pallas_kernels.lab import aot
 from pallas_kernels.paged_attention import Unsupported, cache_head_size, paged_prefill_attention
@@ -25,9 +26,6 @@ HEADS = ((4, 4), (8, 2), (9, 3), (16, 1))
 NUM_QUERIES = (1, 40)
 OPTIONS = ((None, None), (30.0, 100))
 
-needs_compiler = pytest.mark.skipif(
-    not aot.is_available(), reason='needs the aot extra: pip install -e ".[aot]"'
-)
 pytestmark = pytest.mark.filterwarnings(
     "ignore:The Pallas Triton backend is deprecated:DeprecationWarning"
 )

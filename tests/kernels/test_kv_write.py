@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from compiler import needs_compiler
 
 from pallas_kernels.kv_write import IMPLEMENTATIONS, write_kv
 from pallas_kernels.lab import aot
@@ -111,7 +112,7 @@ def test_every_shape_lowers(Hk, S, D, dtype, target):
     assert call.grid == (5, 1, 1)
 
 
-@pytest.mark.skipif(not aot.is_available(), reason="needs the aot extra")
+@needs_compiler
 @pytest.mark.parametrize("target", TARGETS.values(), ids=list(TARGETS))
 def test_compiled_it_moves_16_bytes_at_a_time_and_needs_few_registers(target):
     args = arguments(64, 1000, 8, 16, 128)
@@ -122,7 +123,7 @@ def test_compiled_it_moves_16_bytes_at_a_time_and_needs_few_registers(target):
     assert len(re.findall(r"\bst(\.global)?\.v4\.b32", kernel.ptx)) == 2
 
 
-@pytest.mark.skipif(not aot.is_available(), reason="needs the aot extra")
+@needs_compiler
 def test_caches_of_more_than_2_to_the_31_elements_are_addressed_with_64_bits():
     P, Hk, S, D = 500_000, 3, 16, 128
     args = arguments(4, P, Hk, S, D)
