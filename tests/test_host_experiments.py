@@ -5,6 +5,7 @@ from conftest import TINY_LM
 from experiment_runs import results_of, run_experiment
 
 
+@pytest.mark.slow  # a whole experiment
 def test_pipelining_compares_a_device_that_sleeps_and_the_model(tmp_path):
     """By how much is for quiet machines; that they overlap is tested in virtual time."""
     results, stdout = results_of(
