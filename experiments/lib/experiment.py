@@ -32,6 +32,7 @@ from tqdm import tqdm
 
 from experiments.lib import options, reporting
 from experiments.lib.options import Options
+from pallas_kernels import extras
 
 _POINTS = "points.pickle"  # points that are done, in the folder of an experiment that is not
 
@@ -64,6 +65,7 @@ def run(main: Callable[..., int | None], *configs: type[Any]) -> NoReturn:
         if not flags.FLAGS["verbosity"].present:
             logging.set_verbosity(logging.WARNING)  # absl's default shows JAX's search for devices
         try:
+            extras.check_platforms()
             given = [options.from_flags(config) for config in configs]
             own = next(index for index, each in enumerate(given) if isinstance(each, Options))
             given[own] = replace(given[own], out_dir=given[own].out_dir or default_out_dir())
@@ -102,10 +104,13 @@ def grid[Point, Row](
 ) -> list[Row]:
     """`measure` of each point, in their order, with a progress bar.
 
-    Points that an interrupted run with the same options and the same code has done are not measured
-    again. With more `processes` than one (None: one for each core), points must not depend on each
-    other, and `measure`, points and rows travel between processes: they are plain data and
-    functions of a module. Points that take longest should come first.
+    Points that an interrupted run has done with the same options and code, on the same kind of
+    machine, are not measured again: a row depends on these and on its point alone. `measure` may be
+    a method of an object that holds an engine.
+
+    With more `processes` than one (None: one for each core), points must not depend on each other,
+    and `measure`, points and rows travel between processes: they are plain data and functions of a
+    module. Points that take longest should come first.
     """
     keys = _keys(measure, points, config)
     with (Path(config.out_dir) / _POINTS).open("a+b") as store:
@@ -159,6 +164,7 @@ def _keys(measure: Callable[..., Any], points: Sequence[object], config: Options
     """For each point a digest of all that its row depends on; equal points are told apart."""
     given = options.as_dict(config) | {"out_dir": None, "processes": None}
     machine = reporting.environment() | {"git_commit": None}
+    measure = getattr(measure, "__func__", measure)  # without the object that it is a method of
     seen: Counter[bytes] = Counter()
     keys = []
     for point in points:

@@ -17,6 +17,8 @@ from typing import Any, Literal, Union, cast, get_args, get_origin
 
 from absl import flags
 
+from paged_jax.config import EngineConfig
+
 _SAME = object()  # what --quick makes of an option that it leaves alone
 
 
@@ -42,6 +44,21 @@ def option(
     return dataclasses.field(
         default=default, metadata=meta | {"choices": tuple(choices), "repeats": repeats}
     )
+
+
+def engine_option(name: str, default: Any = _SAME) -> Any:
+    """The engine's option of that name, with another default where the experiment needs one."""
+    field = EngineConfig.__dataclass_fields__[name]
+    text, least = field.metadata["text"], field.metadata["least"]
+    if default is _SAME:
+        return option(field.default, text, least=least)
+    return option(default, text.partition(" The default is ")[0], least=least)
+
+
+def engine_options(config: Any) -> dict[str, Any]:
+    """The options that are an engine's, by name, to be passed to `paged_jax.Engine`."""
+    known = EngineConfig.__dataclass_fields__
+    return {name: value for name, value in as_dict(config).items() if name in known}
 
 
 @dataclass(frozen=True, kw_only=True)

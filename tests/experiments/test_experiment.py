@@ -3,6 +3,7 @@
 import dataclasses
 import subprocess
 import sys
+import threading
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -174,36 +175,32 @@ class Interrupted(Exception):
 
 
 class Measured:
-    """Measures letters, and notes which; `faulty` ones raise."""
+    """Measures letters, and notes which; `faulty` ones raise. No pickle takes it, as an engine."""
 
     def __init__(self) -> None:
         self.points: list[str] = []
         self.faulty: set[str] = set()
+        self.engine = threading.Lock()
 
-    def __reduce__(self) -> str:  # as a function of a module: by its name
-        return "MEASURED"
-
-    def __call__(self, point: str) -> tuple[str, int]:
+    def measure(self, point: str) -> tuple[str, int]:
         if point in self.faulty:
             raise Interrupted
         self.points.append(point)
         return point, len(self.points)
 
+    def grid(self, points: str, config: Config) -> list[tuple[str, int]]:
+        return grid(self.measure, points, config, unit="letter")
 
-MEASURED = Measured()
+    def interrupted_at(self, point: str, points: str, config: Config) -> None:
+        self.faulty = {point}
+        with pytest.raises(Interrupted):
+            self.grid(points, config)
+        self.faulty = set()
 
 
 @pytest.fixture
 def measured() -> Measured:
-    MEASURED.__init__()
-    return MEASURED
-
-
-def interrupted_at(point: str, points: str, config: Config) -> None:
-    MEASURED.faulty = {point}
-    with pytest.raises(Interrupted):
-        grid(MEASURED, points, config, unit="letter")
-    MEASURED.faulty = set()
+    return Measured()
 
 
 @pytest.fixture
@@ -212,51 +209,51 @@ def config(tmp_path) -> Config:
 
 
 def test_rows_are_in_the_order_of_the_points(measured, config):
-    assert grid(measured, "cab", config, unit="letter") == [("c", 1), ("a", 2), ("b", 3)]
+    assert measured.grid("cab", config) == [("c", 1), ("a", 2), ("b", 3)]
 
 
 def test_after_an_interruption_only_what_is_missing_is_measured(measured, config):
-    interrupted_at("c", "abcd", config)
+    measured.interrupted_at("c", "abcd", config)
     assert measured.points == ["a", "b"]
-    rows = grid(measured, "abcd", config, unit="letter")
+    rows = measured.grid("abcd", config)
     assert measured.points == ["a", "b", "c", "d"]
     assert rows == [("a", 1), ("b", 2), ("c", 3), ("d", 4)]
 
 
 def test_two_grids_of_an_experiment_keep_what_each_has_done(measured, config):
-    grid(measured, "ab", config, unit="letter")
-    interrupted_at("d", "cde", config)
-    grid(measured, "ab", config, unit="letter")
-    grid(measured, "cde", config, unit="letter")
+    measured.grid("ab", config)
+    measured.interrupted_at("d", "cde", config)
+    measured.grid("ab", config)
+    measured.grid("cde", config)
     assert measured.points == ["a", "b", "c", "d", "e"]
 
 
 def test_the_folder_and_the_processes_change_no_row(measured, config, tmp_path):
-    interrupted_at("b", "ab", config)
+    measured.interrupted_at("b", "ab", config)
     other = tmp_path / "moved"
     other.mkdir()
     (tmp_path / "points.pickle").rename(other / "points.pickle")
     changed = dataclasses.replace(config, processes=4, out_dir=str(other))
-    grid(measured, "ab", changed, unit="letter")
+    measured.grid("ab", changed)
     assert measured.points == ["a", "b"]
 
 
 def test_other_options_measure_all_again(measured, config):
-    interrupted_at("c", "abc", config)
-    grid(measured, "abc", dataclasses.replace(config, size=2), unit="letter")
+    measured.interrupted_at("c", "abc", config)
+    measured.grid("abc", dataclasses.replace(config, size=2))
     assert measured.points == ["a", "b", "a", "b", "c"]
 
 
 @pytest.mark.parametrize("changed", ["code", "machine"])
 def test_other_code_or_another_machine_measures_all_again(measured, config, monkeypatch, changed):
-    interrupted_at("c", "abc", config)
+    measured.interrupted_at("c", "abc", config)
     if changed == "code":
         monkeypatch.setattr(experiment, "_code", lambda: b"other sources")
     else:
         facts = experiment.reporting.environment()
         other = facts | {"device_kind": "NVIDIA H100"}
         monkeypatch.setattr(experiment.reporting, "environment", lambda: other)
-    grid(measured, "abc", config, unit="letter")
+    measured.grid("abc", config)
     assert measured.points == ["a", "b", "a", "b", "c"]
 
 
@@ -274,14 +271,14 @@ def test_the_code_is_that_of_the_script_too(monkeypatch, tmp_path):
 
 def test_a_row_that_was_cut_off_is_measured_again_and_the_file_goes_on(measured, config):
     store = Path(config.out_dir) / "points.pickle"
-    interrupted_at("c", "abcd", config)
+    measured.interrupted_at("c", "abcd", config)
     store.write_bytes(store.read_bytes()[:-5])  # of "b"
-    interrupted_at("d", "abcd", config)
+    measured.interrupted_at("d", "abcd", config)
     assert measured.points == ["a", "b", "b", "c"]
-    grid(measured, "abcd", config, unit="letter")
+    measured.grid("abcd", config)
     assert measured.points == ["a", "b", "b", "c", "d"]
 
 
 def test_equal_points_are_measured_each(measured, config):
-    interrupted_at("b", "aaab", config)
-    assert grid(measured, "aaab", config, unit="letter") == [("a", 1), ("a", 2), ("a", 3), ("b", 4)]
+    measured.interrupted_at("b", "aaab", config)
+    assert measured.grid("aaab", config) == [("a", 1), ("a", 2), ("a", 3), ("b", 4)]

@@ -6,7 +6,17 @@ from typing import Literal
 import pytest
 from absl import flags
 
-from experiments.lib.options import Options, SimulationOptions, as_dict, define, from_flags, option
+from experiments.lib.options import (
+    Options,
+    SimulationOptions,
+    as_dict,
+    define,
+    engine_option,
+    engine_options,
+    from_flags,
+    option,
+)
+from paged_jax.config import EngineConfig
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -126,6 +136,24 @@ def test_a_type_that_no_flag_has_is_refused():
 
     with pytest.raises(TypeError, match="the option sizes has a type without flags"):
         define(Wrong, flags.FlagValues())
+
+
+def test_an_experiment_takes_options_of_the_engine_with_defaults_of_its_own():
+    @dataclass(frozen=True, kw_only=True)
+    class Served(Options):
+        block_size: int = engine_option("block_size")
+        max_num_seqs: int = engine_option("max_num_seqs", 8)
+
+    values = flags.FlagValues()
+    define(Served, values)
+    assert (
+        values["block_size"].help
+        == EngineConfig.__dataclass_fields__["block_size"].metadata["text"]
+    )
+    assert "default" not in values["max_num_seqs"].help
+    with pytest.raises(flags.Error):
+        values(["script", "--max_num_seqs=0"])
+    assert engine_options(Served(block_size=32)) == {"block_size": 32, "max_num_seqs": 8, "seed": 0}
 
 
 def test_results_hold_all_options_of_all_classes():
