@@ -47,9 +47,9 @@ from paged_jax import Engine, SamplingParams
 
 @dataclass(frozen=True, kw_only=True)
 class CompareConfig(Options):
-    common: str = option("", "Engine flags of both sides.")
-    baseline: str = option("", "Engine flags of the side that is there already.")
-    candidate: str = option("", "Engine flags of the side that is to take its place.")
+    common: str = option("", "Both sides take these engine flags.")
+    baseline: str = option("", "The side that is there already takes these.")
+    candidate: str = option("", "The side that may take its place takes these.")
     rounds: int = option(
         5,
         "Each side serves the workload this many times, and once before that is not measured.",
@@ -80,7 +80,9 @@ def main(config: CompareConfig, asked: WorkloadOptions) -> int:
     sides = {name: parse_side(name, config) for name in SIDES}
     with engines(sides, seed=config.seed) as built:
         workload = asked.make_workload(built[BASELINE], seed=config.seed)
-        check_fitting(built, workload, params)
+        for name, engine in built.items():
+            with naming(name):
+                require_fitting(engine, workload.requests, params)
         for note in workload.notes:
             print(note)
         runs = serve_in_turn(built, workload, params, config.rounds)
@@ -171,13 +173,6 @@ def engines(sides: Mapping[str, EngineOptions], *, seed: int) -> Iterator[dict[s
         for engine in built.values():
             engine.warm_up()
         yield built
-
-
-def check_fitting(built: Mapping[str, Engine], workload: Workload, params: SamplingParams) -> None:
-    """ValueError if a side can never hold one of the requests."""
-    for name, engine in built.items():
-        with naming(name):
-            require_fitting(engine, workload.requests, params)
 
 
 def serve_in_turn(

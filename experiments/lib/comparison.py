@@ -97,8 +97,7 @@ class Figure:
     more_is_better: bool
 
 
-@dataclass(frozen=True, slots=True)
-class Ratio:
+class Ratio(NamedTuple):
     """Candidate over baseline: the geometric mean of the rounds, and the interval of that mean."""
 
     mean: float
@@ -157,9 +156,7 @@ def compare_figure(
         figure.name,
         float(np.median(befores)),
         float(np.median(afters)),
-        ratio.mean,
-        ratio.low,
-        ratio.high,
+        *ratio,
         limit,
         judge(ratio, limit, more_is_better=figure.more_is_better),
     )

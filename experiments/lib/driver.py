@@ -3,7 +3,7 @@
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, closing, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 
 from tqdm import tqdm
@@ -17,36 +17,7 @@ from paged_jax.scheduling.checks import num_blocks_needed
 from paged_jax.scheduling.request import Request
 from paged_jax.workloads import WorkloadRequest
 
-REDRAW_S = 0.25
 ONE_SAMPLE = SamplingParams()
-
-
-class ServingProgress:
-    """A bar of the requests that have ended, with tokens/s, sequences and use of the KV pool."""
-
-    def __init__(self, num_requests: int):
-        self._bar = tqdm(total=num_requests, desc="serving", unit="request")
-        self._start_s: float | None = None
-        self._drawn_s = 0.0
-        self._num_tokens = 0
-        self.advance = self._bar.update  # by the number of requests that have ended
-        self.close = self._bar.close
-
-    def show(self, stats: IterationStats) -> None:
-        """Take in an iteration; its figures are drawn a few times a second."""
-        if self._start_s is None:
-            self._start_s = stats.start_s
-        self._num_tokens += stats.num_sampled
-        now = stats.start_s + stats.wall_s
-        if now - self._drawn_s < REDRAW_S:
-            return
-        self._drawn_s = now
-        usage = stats.usage
-        self._bar.set_postfix_str(
-            f"{self._num_tokens / (now - self._start_s):.0f} tokens/s, "
-            f"{stats.num_running} running, {stats.num_waiting} waiting, "
-            f"KV {1 - (usage.free + usage.external) / usage.total:.0%}"
-        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,9 +98,12 @@ def serve(
     refusals: dict[str, str] = {}
     steps: list[IterationStats] = []
     idle_s = step_s = 0.0
+    num_tokens = 0
     engine.core.on_iteration = steps.append
     clock = engine.core.clock
-    with count_compilations() as compiled, closing(ServingProgress(len(requests))) as progress:
+    # A few times a second, the bar is drawn again.
+    bar = tqdm(total=len(requests), desc="serving", unit="request", mininterval=0.25, miniters=0)
+    with count_compilations() as compiled, bar:
         start = clock()
         while upcoming or engine.has_work:
             now = clock()
@@ -146,16 +120,18 @@ def serve(
                     )
                 except ValueError as error:
                     refusals[request_id] = str(error)
-                    progress.advance(1)
+                    bar.update()
             if engine.has_work:
                 begin, index = clock(), len(steps)
                 with mark(index):
                     finished = engine.step()
                 step_s += clock() - begin
                 outputs |= {output.request_id: output for output in finished}
-                progress.advance(len(finished))
                 if len(steps) > index:
-                    progress.show(steps[-1])
+                    num_tokens += steps[-1].num_sampled
+                    speed = f"{num_tokens / (clock() - start):.0f} tokens/s"
+                    bar.set_postfix_str(f"{speed}, {_load(steps[-1])}", refresh=False)
+                bar.update(len(finished))
             elif upcoming:
                 time.sleep(max(0.0, start + upcoming[0][1].arrival_s - now))
                 idle_s += clock() - now
@@ -171,3 +147,9 @@ def serve(
 
 def _params(request: WorkloadRequest, params: SamplingParams) -> SamplingParams:
     return replace(params, max_tokens=request.max_tokens, ignore_eos=request.ignore_eos)
+
+
+def _load(stats: IterationStats) -> str:
+    usage = stats.usage
+    held = 1 - (usage.free + usage.external) / usage.total
+    return f"{stats.num_running} running, {stats.num_waiting} waiting, KV {held:.0%}"

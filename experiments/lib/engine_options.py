@@ -1,11 +1,10 @@
 """The options that say what answers: a model, and each option of `paged_jax.Engine` by its name."""
 
-import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from experiments.lib.options import option
+from experiments.lib.options import engine_options, option
 from paged_jax import Engine
 from paged_jax.config import EngineConfig
 from paged_jax.memory.policies import memory_policies
@@ -32,8 +31,7 @@ class EngineOptions(EngineConfig):
 
     def make_engine(self, *, seed: int) -> Engine:
         """The engine that the options describe."""
-        names = (field.name for field in dataclasses.fields(EngineConfig))
-        return Engine(self.model, **{name: getattr(self, name) for name in names} | {"seed": seed})
+        return Engine(self.model, seed=seed, **engine_options(self))
 
 
 def engine_facts(engine: Engine) -> dict[str, Any]:

@@ -91,13 +91,14 @@ class WorkloadOptions(SamplingOptions):
     )
     prompt: tuple[str, ...] | None = option(
         None,
-        "A prompt, with --workload=prompts; give the flag several times for several.",
+        "This prompt is asked, with --workload=prompts; give the flag several times for several.",
         repeats=True,
     )
     lengths: str = option(
         "sharegpt",
-        f"With --workload=lengths: {' or '.join(PUBLISHED_LENGTHS)} as in the paper, or the mean "
-        "lengths of prompt and output, as in 160,130 (log-normal, as wide as ShareGPT's).",
+        "Prompts and outputs have these lengths, with --workload=lengths: those in the paper for "
+        f"{' or '.join(PUBLISHED_LENGTHS)}, or log-normal ones, as wide as ShareGPT's, with two "
+        "means, as in 160,130.",
     )
     chat_template: bool = option(
         True, "Prompts are put into the model's chat template, where it has one."
