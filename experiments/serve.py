@@ -71,8 +71,8 @@ from paged_jax.observability.prometheus import start_metrics_server
 class ServeConfig(Options):
     warm_up: Literal["background", "before"] = option(
         "background",
-        "The steps are compiled while serving, first those that are needed first (background); or "
-        "all of them before, for figures that no compilation disturbs.",
+        "Steps are compiled while requests are served, in the order in which they are needed "
+        "(background), or all of them before, for figures that no compilation disturbs.",
     )
     metrics_port: int | None = option(
         None,

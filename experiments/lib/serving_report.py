@@ -27,9 +27,9 @@ HELD = tuple(key for key in KV_NAMES if key != "free")
 
 
 def tables(figures: dict[str, Any]) -> list[Table]:
-    """What was served and how fast, how long it took, where the KV slots went.
+    """Requests and speed, latencies, and the KV slots by what held them.
 
-    Then, if there is any of it: latency by priority, and what was not served to its end.
+    Then, if there are any: latencies by priority, and requests that were not served to their end.
     """
     found: list[Table] = [
         (
@@ -167,7 +167,7 @@ def timeline(run: ServedRun) -> Iterator[TimelinePoint]:
 
 
 def plot_timeline(run: ServedRun, out_dir: Path, title: str) -> None:
-    """Above, the sequences in the batch and those that wait; below, what holds the KV slots."""
+    """Above, sequences in the batch and waiting ones; below, the KV slots by what holds them."""
     from experiments.lib import figures
 
     points = list(timeline(run))
@@ -215,7 +215,7 @@ def occupancy(run: ServedRun, num_blocks: int) -> Iterator[Occupancy]:
 
 
 def plot_occupancy(run: ServedRun, engine: Engine, out_dir: Path, title: str) -> None:
-    """Blocks in use, cached and free; below, those of the host's pool, if it has any."""
+    """Blocks in use, cached and free; below, the blocks of the host's pool, if it has any."""
     from experiments.lib import figures
 
     memory = engine.core.scheduler.memory

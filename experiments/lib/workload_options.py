@@ -65,7 +65,7 @@ class SamplingOptions:
 
 @dataclass(frozen=True)
 class Workload:
-    """What is asked of an engine. `notes` tell of what was left out."""
+    """What is asked of an engine. `notes` tell which requests were left out or clipped."""
 
     requests: list[WorkloadRequest]
     priorities: list[int]  # of each request
@@ -96,7 +96,7 @@ class WorkloadOptions(SamplingOptions):
     )
     lengths: str = option(
         "sharegpt",
-        "Prompts and outputs have these lengths, with --workload=lengths: those in the paper for "
+        "Prompts and outputs have these lengths, with --workload=lengths: the paper's for "
         f"{' or '.join(PUBLISHED_LENGTHS)}, or log-normal ones, as wide as ShareGPT's, with two "
         "means, as in 160,130.",
     )
