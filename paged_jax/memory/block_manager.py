@@ -180,7 +180,9 @@ class BlockManager:
         self.stats.copies += len(copies)
         return copies
 
-    def publish(self, seq_id: int, token_ids: Sequence[int], num_computed_tokens: int) -> None:
+    def commit_full_blocks(
+        self, seq_id: int, token_ids: Sequence[int], num_computed_tokens: int
+    ) -> None:
         holding = self._holdings[seq_id]
         if num_computed_tokens < holding.next_full:
             return
@@ -194,14 +196,14 @@ class BlockManager:
         nodes = self._cache.add(
             holding.last_node,
             holding.salt,
-            token_ids[holding.num_published * size : num_full * size],
-            table[holding.num_published : num_full],
+            token_ids[holding.num_committed * size : num_full * size],
+            table[holding.num_committed : num_full],
         )
         for node in nodes:
             if not self._ref_counts[node.block]:  # cached, and now there is one in use
                 self._pool.discard(self._cache.replace(node))
         holding.last_node = nodes[-1]
-        holding.num_published = num_full
+        holding.num_committed = num_full
         holding.next_full = (num_full + 1) * size
 
     def free(self, seq_id: int, *, discard: bool = False) -> None:
@@ -380,8 +382,8 @@ class BlockManager:
         assert all(len(set(table)) == len(table) for table in tables), "a block is in a table twice"
         assert self._tables.keys() == self._holdings.keys()
         for seq_id, holding in self._holdings.items():
-            published = self._tables[seq_id][: holding.num_published]
-            self._cache.check_chain(holding.last_node, holding.salt, published)
+            committed = self._tables[seq_id][: holding.num_committed]
+            self._cache.check_chain(holding.last_node, holding.salt, committed)
         copied = {*self._copies, *self._copies.values()}
         assert all(self._ref_counts[block] for block in copied), "a copy of or to an unused block"
         assert self._copies.keys().isdisjoint(self._copies.values()), "a copy of a copy's target"

@@ -231,7 +231,9 @@ class ContiguousManager:
         self.stats.copies += len(copies)
         return copies
 
-    def publish(self, seq_id: int, token_ids: Sequence[int], num_computed_tokens: int) -> None:
+    def commit_full_blocks(
+        self, seq_id: int, token_ids: Sequence[int], num_computed_tokens: int
+    ) -> None:
         """Others find nothing: what is contiguous cannot begin with blocks of somebody else."""
 
     def free(self, seq_id: int, *, discard: bool = False) -> None:

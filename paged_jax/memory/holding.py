@@ -14,8 +14,8 @@ class Holding:
     __slots__ = (
         "last_node",
         "next_full",
+        "num_committed",
         "num_prefill_tokens",
-        "num_published",
         "num_restored",
         "salt",
         "shares",
@@ -33,17 +33,17 @@ class Holding:
     ):
         self.salt = salt
         self.num_prefill_tokens = num_prefill_tokens  # slots asked for by `allocate`
-        self.num_published = len(match)  # leading blocks that have nodes
+        self.num_committed = len(match)  # leading blocks that have nodes
         self.last_node = match[-1] if match else None  # of the last of these
         self.next_full = (len(match) + 1) * block_size  # tokens that complete one more block
-        # Leading blocks that it had published before it was swapped out, and may have to again.
+        # Leading blocks that it had committed before it was swapped out, and may have to again.
         self.num_restored = num_restored
-        self.shares = shares  # whether another sequence may hold its blocks beyond those published
+        self.shares = shares  # whether another sequence may hold its blocks beyond those committed
 
     @property
     def num_full(self) -> int:
         """Leading blocks that are known to be computed."""
-        return max(self.num_published, self.num_restored)
+        return max(self.num_committed, self.num_restored)
 
 
 def paged_usage(

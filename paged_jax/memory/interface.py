@@ -81,7 +81,7 @@ class MemoryManager(Protocol):
         """Give a new sequence a table with a slot for each token; returns how many are computed.
 
         These lead the sequence: their blocks were found in the prefix cache. They are a multiple
-        of the block size, and at least the last token is not among them. Only what was published
+        of the block size, and at least the last token is not among them. Only what was committed
         under an equal salt is found, and nothing if not `use_cache`.
 
         None, and nothing changes, unless the rest fits and leaves `keep_free_blocks` blocks free.
@@ -130,7 +130,9 @@ class MemoryManager(Protocol):
         then. So they stay pending while no step makes them, should one fail before it does.
         """
 
-    def publish(self, seq_id: int, token_ids: Sequence[int], num_computed_tokens: int) -> None:
+    def commit_full_blocks(
+        self, seq_id: int, token_ids: Sequence[int], num_computed_tokens: int
+    ) -> None:
         """Let others find the sequence's full blocks whose keys and values are in the cache.
 
         `token_ids` are all its tokens, of which the first `num_computed_tokens` are computed.
@@ -140,7 +142,7 @@ class MemoryManager(Protocol):
     def free(self, seq_id: int, *, discard: bool = False) -> None:
         """Take back all blocks of a sequence and forget it; KeyError if it holds none.
 
-        Blocks that nobody else holds are free; those published stay cached until needed, unless
+        Blocks that nobody else holds are free; those committed stay cached until needed, unless
         `discard`: then nobody finds them any more, nor what was cached after them. Of a sequence
         that is swapped out the blocks in host memory are free.
         """
@@ -192,10 +194,10 @@ class MemoryManager(Protocol):
     def pin(
         self, token_ids: Sequence[int], salt: Hashable = None, *, leave_blocks: int = 0
     ) -> int | None:
-        """Hold the published blocks of a prefix so that they are never evicted.
+        """Hold the committed blocks of a prefix so that they are never evicted.
 
         Returns how many leading tokens they hold. Pinned again, a prefix holds the blocks that
-        have been published since as well. None, and nothing changes, unless `leave_blocks` blocks
+        have been committed since as well. None, and nothing changes, unless `leave_blocks` blocks
         are left that no pinned prefix holds. ValueError where nothing can be pinned.
         """
 

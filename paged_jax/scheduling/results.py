@@ -1,4 +1,4 @@
-"""What an iteration's results do: tokens are appended, full blocks published, sequences ended."""
+"""What an iteration's results do: tokens are appended, full blocks committed, sequences ended."""
 
 import collections.abc
 
@@ -69,14 +69,14 @@ class Results:
         if len(sampled) != batch.num_samples:
             raise ValueError(f"{len(sampled)} tokens for {batch.num_samples} samples")
         running = SequenceStatus.RUNNING
-        block_size, publish = self._memory.block_size, self._memory.publish
+        block_size, commit = self._memory.block_size, self._memory.commit_full_blocks
         ending: list[tuple[Sequence, End]] = []
         for seq, token in zip(decodes, sampled, strict=False):
             if seq.status is running:
                 token_ids = seq.token_ids
                 seq.num_computed_tokens = num_tokens = len(token_ids)
                 if not num_tokens % block_size:
-                    publish(seq.seq_id, token_ids, num_tokens)
+                    commit(seq.seq_id, token_ids, num_tokens)
                 if seq.is_beam:
                     continue
                 if (
@@ -119,7 +119,7 @@ class Results:
             if seq.status is not SequenceStatus.RUNNING:
                 continue
             seq.num_computed_tokens += chunk.num_tokens
-            self._memory.publish(seq.seq_id, seq.token_ids, seq.num_computed_tokens)
+            self._memory.commit_full_blocks(seq.seq_id, seq.token_ids, seq.num_computed_tokens)
             if not chunk.completes:
                 continue
             self._queues.move(seq, SequenceStatus.RUNNING)
