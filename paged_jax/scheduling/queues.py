@@ -37,12 +37,12 @@ def order(seq: Sequence) -> tuple[tuple[tuple[float, ...], int], int]:
 class Queues:
     """Four lists of sequences, each sorted by `order`; a sequence is in the one of its state.
 
-    | queue        | status  | holds           | has to compute             |
-    |--------------|---------|-----------------|----------------------------|
-    | `decoding`   | RUNNING | a block table   | its newest token           |
-    | `prefilling` | RUNNING | a block table   | more than its newest token |
-    | `waiting`    | WAITING | nothing         | all of its tokens          |
-    | `swapped`    | SWAPPED | blocks on the host | as when it was swapped out |
+    | queue        | status  | the sequence holds | it has to compute                       |
+    |--------------|---------|--------------------|-----------------------------------------|
+    | `decoding`   | RUNNING | a block table      | its newest token                        |
+    | `prefilling` | RUNNING | a block table      | a prompt, or all tokens after recompute |
+    | `swapped`    | SWAPPED | host blocks        | the same as when it was swapped out     |
+    | `waiting`    | WAITING | nothing            | all of its tokens                       |
     """
 
     __slots__ = ("decoding", "prefilling", "swapped", "waiting")

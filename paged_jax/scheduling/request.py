@@ -26,14 +26,14 @@ class Sequence:
     """One of a request's `n` continuations: its tokens and how far they are computed.
 
     The last token of a running sequence has just been sampled: its keys and values are computed
-    when it is fed back to yield the next one. Those of a sequence's very last token are therefore
-    never needed, and a sequence that ends with L tokens takes L - 1 slots.
+    when it is fed back to yield the next one. The very last token is never fed back, so a sequence
+    that ends with L tokens takes L - 1 slots.
     """
 
     __slots__ = (
-        "candidates",  # likeliest next tokens of a beam that waits for those of the other beams
-        "cumulative_logprob",  # of what was generated, where steps report log-probabilities
-        "end_token_ids",  # frozenset of those that end it; the scheduler adds EOS
+        "candidates",  # likeliest next tokens of a beam that waits for the other beams' candidates
+        "cumulative_logprob",  # of the generated tokens, where steps report log-probabilities
+        "end_token_ids",  # frozenset of the tokens that end it; the scheduler adds EOS
         "finish_reason",  # FinishReason | None
         "index",  # which of the request's sequences
         "is_beam",
@@ -49,7 +49,7 @@ class Sequence:
         "seq_id",  # unique in the process
         "status",
         "stop_reason",  # the stop token id or stop string that ended it; None for EOS
-        "token_ids",  # prompt, then what was generated
+        "token_ids",  # the prompt's tokens, then the generated ones
     )
 
     def __init__(self, request: "Request", index: int):
@@ -71,8 +71,8 @@ class Sequence:
         self.finish_reason: FinishReason | None = None
         self.stop_reason: int | str | None = None
         self.end_token_ids = frozenset(params.stop_token_ids)
-        # An odd multiplier keeps a request's streams apart, the golden ratio those of
-        # neighbouring seeds.
+        # An odd multiplier keeps the streams of a request apart; the golden ratio keeps apart the
+        # streams of neighbouring seeds.
         self.sampling_seed = (request.seed + index * 0x9E3779B9) % 2**32
 
     @property
@@ -95,7 +95,7 @@ class Sequence:
 
     @property
     def num_places(self) -> int:
-        """How many sequences it will be: a beam search starts as one."""
+        """How many sequences it will be: a search starts as one beam."""
         return (self.is_fresh and self.request.params.beam_width) or 1
 
     @property
@@ -135,13 +135,15 @@ class Sequence:
 
 @dataclass(slots=True, eq=False)
 class Request:
-    """A prompt, how to continue it, and the sequences that do.
+    """A prompt, how to continue it, and the sequences that continue it; an empty one: ValueError.
 
-    They are `params.num_sequences` from the start, or the live beams of a search: one until the
-    prompt is computed, then `beam_width`. `seed` is `params.seed`, or one that the engine chose;
-    `arrival_time` and `deadline_s`, when it is ended if it has not finished, are in seconds on the
-    engine's monotonic clock. `priority` counts where the policy looks at it: lower goes first.
-    ValueError for an empty prompt.
+    A sample has `params.num_sequences` sequences from the start. The sequences of a search are its
+    live beams: one until the prompt is computed, then `beam_width`.
+
+    seed: `params.seed`, or a seed that the engine chose.
+    arrival_time: seconds on the engine's monotonic clock.
+    priority: lower goes first, where the policy looks at it.
+    deadline_s: when the request is ended if it has not finished; seconds on the same clock.
     """
 
     request_id: str
@@ -153,18 +155,18 @@ class Request:
     deadline_s: float | None = None
     sequences: list[Sequence] = field(init=False, repr=False)
     beam_search: BeamSearch | None = field(init=False, default=None, repr=False)
-    # Tokens that end its sequences, those of `params.stop_token_ids` apart; the scheduler sets it.
+    # EOS tokens that end its sequences, beside `params.stop_token_ids`; the scheduler sets them.
     eos_token_ids: frozenset[int] = field(init=False, repr=False, default=frozenset())
-    # Leading prompt tokens that were in the cache when it was first admitted; None before.
+    # Leading prompt tokens found in the cache when it was first admitted; None before.
     num_cached_tokens: int | None = field(init=False, default=None)
-    # Its place in the order in which requests are served, and preempted from the end of; lower goes
-    # first. Fixed when it is added.
+    # Its place in the order of service, lower first; preemption begins at the end of that order.
+    # Fixed when the request is added.
     rank: tuple[tuple[float, ...], int] = field(init=False, repr=False, default=((), 0))
-    # Only those of equal salts find each other's blocks in the prefix cache.
+    # Only requests of equal salts find each other's blocks in the prefix cache.
     salt: Hashable = field(init=False, repr=False, default=None)
     num_preemptions: int = field(init=False, default=0)  # its sequences together count as one
     error: str | None = field(init=False, default=None)  # why it failed
-    # Of the prompt's tokens from the second on, as far as they are computed, where asked for.
+    # For the prompt's tokens from the second on, as far as they are computed, where asked for.
     prompt_logprobs: list[TokenLogprobs] = field(init=False, repr=False, default_factory=list)
 
     def __post_init__(self) -> None:
@@ -174,7 +176,7 @@ class Request:
         self.sequences = [Sequence(self, index) for index in range(count)]
 
     def begin(self, eos_token_ids: frozenset[int]) -> None:
-        """Set what ends its sequences, and start its search if it has beams."""
+        """Set the tokens that end its sequences, and start its search if it has beams."""
         params = self.params
         self.eos_token_ids = frozenset() if params.ignore_eos else eos_token_ids
         ending = self.eos_token_ids | frozenset(params.stop_token_ids)

@@ -100,10 +100,10 @@ class Scheduler:
         self._unfinished.add(request)
 
     def schedule(self) -> ScheduledBatch:
-        """Plan an iteration and allocate its slots; not empty while there is work."""
+        """Plan an iteration and allocate its slots; the plan is not empty while there is work."""
         queues, admission = self.queues, self._admission
-        # 1. Decodes grow. An iteration that has to preempt for it admits nothing: the preempted
-        #    might be the next to come in, only to be thrown out again.
+        # 1. Decodes grow. An iteration that preempts for that admits nothing: a sequence that has
+        #    just been preempted might come in at once, only to be thrown out again.
         preempted = self._grow_decodes()
         resumed: list[Sequence] = []
         admits = not preempted
@@ -114,14 +114,14 @@ class Scheduler:
                 resumed += back
                 preempted += self._grow_decodes()
             decodes = [seq for seq in queues.decoding if seq.candidates is None]
-            # 3. Prefills go on that the last iteration has cut short, or left out.
+            # 3. Prefills go on where the last iteration has cut them short, or left them out.
             plan = self._continue_prefills(len(decodes), {})
             # 4. Waiting sequences are admitted, where the budget, the places and the memory allow.
             if admits:
                 admission.admit(plan, is_open=is_open)
             if decodes or plan.chunks or not self.has_work:
                 break
-            # 5. Beams that wait for others of their search, which are not admitted, make way.
+            # 5. Only beams run, and wait for other beams that have no room: they make way.
             if queues.decoding:
                 preempted += self._preemption.start_again(queues.decoding[-1].request)
             elif admits and was_idle:
@@ -132,35 +132,7 @@ class Scheduler:
                 )
             admits = True
         # 6. What there is to do, as plain data.
-        return self._batch(decodes, plan, preempted, resumed)
-
-    def schedule_ahead(self, batch: ScheduledBatch) -> ScheduledBatch | None:
-        """Plan the iteration after `batch`, whose tokens nobody knows yet; None: wait for them.
-
-        `batch` has been planned last and is not updated yet; no other iteration may be planned
-        before it is. The steps are those of `schedule`, without preemption and swaps.
-
-        A sequence goes on unless its token ends it. One that is about to reach its greatest length
-        is left out. One that ends otherwise has computed one token too many, and `update` passes
-        that over: the sequence wrote to a slot of its own, and steps run in order, so that the next
-        holder of the block writes after it. The plan has to wait for the tokens, or is not needed
-
-        - while beams are sampled, which the tokens replace by others;
-        - for penalties and `min_tokens`, as the step needs the tokens before;
-        - while siblings start from a prompt, as they share its blocks only then;
-        - when memory is out: the preemption may depend on which sequences end;
-        - when a swapped sequence may have room now: it brings its token from the host;
-        - when nothing would be left to compute.
-        """
-        if self.queues.swapped and self.memory.num_free_blocks > self._num_free_blocks:
-            return None
-        decodes = self._grow_decodes_after(batch)
-        if decodes is None:
-            return None
-        in_flight = {chunk.seq.seq_id: chunk.num_tokens for chunk in batch.prefills}
-        plan = self._continue_prefills(len(decodes), in_flight)
-        self._admission.admit(plan, is_open=self._admission.is_open)
-        return self._batch(decodes, plan, [], []) if decodes or plan.chunks else None
+        return self._make_batch(decodes, plan, preempted, resumed)
 
     def _grow_decodes(self) -> list[Sequence]:
         """Allocate a slot for each decode's newest token, in order; returns the preempted."""
@@ -172,27 +144,6 @@ class Scheduler:
                 if seq.status is not SequenceStatus.RUNNING:
                     break
         return preempted
-
-    def _grow_decodes_after(self, batch: ScheduledBatch) -> list[Sequence] | None:
-        """The decodes that follow `batch`, in order, with a slot for each; None: wait."""
-        if any(chunk.forks or chunk.seq.is_beam for chunk in batch.prefills):
-            return None
-        running = SequenceStatus.RUNNING
-        going_on = [seq for seq in batch.decodes if seq.status is running]
-        for seq in batch.first_sampled():
-            if seq.status is running:
-                insort(going_on, seq, key=order)
-        decodes: list[Sequence] = []
-        for seq in going_on:
-            num_tokens = len(seq.token_ids) + 1
-            if num_tokens >= seq.max_num_tokens:
-                continue
-            if seq.is_beam or seq.needs_history:
-                return None
-            if num_tokens > seq.num_writable_slots and not self._append(seq, num_tokens):
-                return None
-            decodes.append(seq)
-        return decodes
 
     def _append(self, seq: Sequence, num_tokens: int) -> bool:
         """Make the sequence's slot for its last token writable; False if memory is out."""
@@ -217,13 +168,14 @@ class Scheduler:
                 plan.add(seq, in_flight.get(seq.seq_id, 0))
         return plan
 
-    def _batch(
+    def _make_batch(
         self,
         decodes: list[Sequence],
         plan: PrefillPlan,
         preempted: list[Sequence],
         resumed: list[Sequence],
     ) -> ScheduledBatch:
+        """The plan as plain data; chunks are cut to save padding, forks join completed prompts."""
         plan.cut_to(self._prefill_sizes)
         num_places = self.config.max_num_seqs - self.queues.num_taken_places
         add_forks(plan.chunks, self.memory, num_places)
@@ -291,6 +243,56 @@ class Scheduler:
             return self._unfinished.end(request.request_id, "stop")
         self.queues.replace_decoding(old, request.sequences)
         return []
+
+    def schedule_ahead(self, batch: ScheduledBatch) -> ScheduledBatch | None:
+        """Plan the iteration after `batch`, whose tokens are not known yet; None: wait for them.
+
+        `batch` is the last plan and in flight; no other iteration may be planned before its
+        `update`. The steps are those of `schedule`, without preemption and swaps.
+
+        A sequence goes on unless its token ends it. One that is about to reach its greatest length
+        is left out. One that ends otherwise has computed one token too many, and `update` passes it
+        over: the sequence wrote to a slot of its own, and steps run in order, so that the next
+        holder of the block writes after it. The plan has to wait for the tokens
+
+        - of beams, which other beams replace;
+        - of sequences with penalties or `min_tokens`, whose step needs the tokens before;
+        - of a prompt's siblings that are about to start, as they share its blocks only then;
+        - when memory is out, as preemption may depend on which sequences end;
+        - when a swapped sequence may have room now, as it brings its token from the host.
+
+        None as well if nothing would be left to compute.
+        """
+        if self.queues.swapped and self.memory.num_free_blocks > self._num_free_blocks:
+            return None
+        decodes = self._grow_decodes_after(batch)
+        if decodes is None:
+            return None
+        in_flight = {chunk.seq.seq_id: chunk.num_tokens for chunk in batch.prefills}
+        plan = self._continue_prefills(len(decodes), in_flight)
+        self._admission.admit(plan, is_open=self._admission.is_open)
+        return self._make_batch(decodes, plan, [], []) if decodes or plan.chunks else None
+
+    def _grow_decodes_after(self, batch: ScheduledBatch) -> list[Sequence] | None:
+        """The decodes that follow `batch`, in order, each with a slot; None: wait for tokens."""
+        if any(chunk.forks or chunk.seq.is_beam for chunk in batch.prefills):
+            return None
+        running = SequenceStatus.RUNNING
+        going_on = [seq for seq in batch.decodes if seq.status is running]
+        for seq in batch.first_sampled():
+            if seq.status is running:
+                insort(going_on, seq, key=order)
+        decodes: list[Sequence] = []
+        for seq in going_on:
+            num_tokens = len(seq.token_ids) + 1
+            if num_tokens >= seq.max_num_tokens:
+                continue
+            if seq.is_beam or seq.needs_history:
+                return None
+            if num_tokens > seq.num_writable_slots and not self._append(seq, num_tokens):
+                return None
+            decodes.append(seq)
+        return decodes
 
     def recover(self, *, cache_lost: bool) -> None:
         """After an iteration whose execution raised: let the next one do its work.
