@@ -114,9 +114,9 @@ class MemoryManager(Protocol):
     def fork(self, parent_id: int, child_id: int) -> None:
         """Give a new sequence the table of another, without taking a block.
 
-        If an iteration is to write the parent's blocks, it writes for both sequences, and the child
-        is appended to in the next one, as copies come before writes. Only a decode may take part in
-        that iteration as a child with a token of its own, and is then appended to at once.
+        An iteration that writes the parent's blocks writes for both sequences, and the child is
+        appended to in the next one, as copies come before writes. Only if the iteration is a decode
+        may the child take part in it with a token of its own; it is appended to at once then.
         """
 
     def pending_copies(self) -> list[tuple[int, int]]:

@@ -12,21 +12,9 @@ def kv_bytes_per_token(
     return 2 * num_layers * num_kv_heads * head_dim * bytes_per_value
 
 
-def bytes_per_block(
-    *,
-    num_layers: int,
-    num_kv_heads: int,
-    block_size: int,
-    head_dim: int,
-    bytes_per_value: int,
-) -> int:
-    """Bytes of one block: the keys and values of `block_size` slots in all layers."""
-    return block_size * kv_bytes_per_token(
-        num_layers=num_layers,
-        num_kv_heads=num_kv_heads,
-        head_dim=head_dim,
-        bytes_per_value=bytes_per_value,
-    )
+def bytes_per_block(*, block_size: int, **layout: int) -> int:
+    """Bytes of one block; `layout` has the arguments of `kv_bytes_per_token`."""
+    return block_size * kv_bytes_per_token(**layout)
 
 
 def room_for_kv(

@@ -1,7 +1,5 @@
 """Checks that refuse what can never be served, with the numbers."""
 
-from collections.abc import Iterable, Sequence
-
 from paged_jax.config import EngineConfig
 from paged_jax.memory.interface import MemoryManager
 from paged_jax.scheduling.request import Request
@@ -67,18 +65,3 @@ def num_blocks_needed(request: Request, memory: MemoryManager) -> int:
         request.params.beam_width or 1,
     )
     return needed - num_found // memory.block_size
-
-
-def pin(
-    memory: MemoryManager, requests: Iterable[Request], token_ids: Sequence[int], salt: str | None
-) -> int:
-    """Pin a prefix; ValueError, and nothing changes, if one of the requests could not finish."""
-    most = max((num_blocks_needed(request, memory) for request in requests), default=0)
-    num_tokens = memory.pin(token_ids, salt, leave_blocks=most)
-    if num_tokens is None:
-        raise ValueError(
-            f"pinning {len(token_ids)} tokens would leave less than the {most} blocks of "
-            f"{memory.num_total_blocks} that a request in work can need; wait for it to finish, or "
-            "give the pool more blocks"
-        )
-    return num_tokens

@@ -22,6 +22,7 @@ class SequenceStatus(enum.Enum):
     FINISHED = enum.auto()
 
 
+@dataclass(slots=True, eq=False, repr=False)
 class Sequence:
     """One of a request's `n` continuations: its tokens and how far they are computed.
 
@@ -30,50 +31,40 @@ class Sequence:
     that ends with L tokens takes L - 1 slots.
     """
 
-    __slots__ = (
-        "candidates",  # likeliest next tokens of a beam that waits for the other beams' candidates
-        "cumulative_logprob",  # of the generated tokens, where steps report log-probabilities
-        "end_token_ids",  # frozenset of the tokens that end it; the scheduler adds EOS
-        "finish_reason",  # FinishReason | None
-        "index",  # which of the request's sequences
-        "is_beam",
-        "is_prefilling",  # whether it runs, or did, with more than its newest token to compute
-        "max_num_tokens",  # length at which it ends, prompt included
-        "min_num_tokens",  # length below which no token ends it, prompt included
-        "needs_history",  # whether a step needs its tokens so far, not the newest alone
-        "num_computed_tokens",  # tokens whose keys and values are in the cache
-        "num_prompt_tokens",
-        "num_writable_slots",  # leading slots that it decodes into without asking; 0: unknown
-        "request",
-        "sampling_seed",  # uint32: its own random stream
-        "seq_id",  # unique in the process
-        "status",
-        "stop_reason",  # the stop token id or stop string that ended it; None for EOS
-        "token_ids",  # the prompt's tokens, then the generated ones
-    )
+    request: "Request"
+    index: int  # which of the request's sequences
+    seq_id: int = field(init=False, default_factory=lambda: next(_seq_ids))  # unique in the process
+    status: SequenceStatus = field(init=False, default=SequenceStatus.WAITING)
+    # Whether it has, or had when it was swapped out, more than its newest token to compute.
+    is_prefilling: bool = field(init=False, default=False)
+    token_ids: list[int] = field(init=False)  # the prompt's tokens, then the generated ones
+    num_prompt_tokens: int = field(init=False)
+    num_computed_tokens: int = field(init=False, default=0)  # with keys and values in the cache
+    num_writable_slots: int = field(init=False, default=0)  # leading slots known to be its own
+    min_num_tokens: int = field(init=False)  # length below which no token ends it
+    max_num_tokens: int = field(init=False)  # length at which it ends, prompt included
+    end_token_ids: frozenset[int] = field(init=False)  # tokens that end it; the scheduler adds EOS
+    sampling_seed: int = field(init=False)  # uint32: its own random stream
+    needs_history: bool = field(init=False)  # whether a step needs its tokens before the newest
+    is_beam: bool = field(init=False)
+    # (token, log-probability) of the likeliest next tokens, while a beam waits for other beams.
+    candidates: tuple[tuple[int, float], ...] | None = field(init=False, default=None)
+    cumulative_logprob: float = field(init=False, default=0.0)  # where steps report logprobs
+    finish_reason: FinishReason | None = field(init=False, default=None)
+    stop_reason: int | str | None = field(init=False, default=None)  # token or string; None: EOS
 
-    def __init__(self, request: "Request", index: int):
-        params = request.params
-        self.seq_id = next(_seq_ids)
-        self.request = request
-        self.index = index
+    def __post_init__(self) -> None:
+        request, params = self.request, self.request.params
         self.token_ids = list(request.prompt_token_ids)
         self.num_prompt_tokens = len(self.token_ids)
-        self.max_num_tokens = self.num_prompt_tokens + params.max_tokens
         self.min_num_tokens = self.num_prompt_tokens + params.min_tokens
-        self.num_computed_tokens = self.num_writable_slots = 0
-        self.is_beam = params.beam_width is not None
-        self.needs_history = params.needs_history
-        self.cumulative_logprob = 0.0
-        self.candidates: tuple[tuple[int, float], ...] | None = None  # (token, log-probability)
-        self.status = SequenceStatus.WAITING
-        self.is_prefilling = False
-        self.finish_reason: FinishReason | None = None
-        self.stop_reason: int | str | None = None
+        self.max_num_tokens = self.num_prompt_tokens + params.max_tokens
         self.end_token_ids = frozenset(params.stop_token_ids)
         # An odd multiplier keeps the streams of a request apart; the golden ratio keeps apart the
         # streams of neighbouring seeds.
-        self.sampling_seed = (request.seed + index * 0x9E3779B9) % 2**32
+        self.sampling_seed = (request.seed + self.index * 0x9E3779B9) % 2**32
+        self.needs_history = params.needs_history
+        self.is_beam = params.beam_width is not None
 
     @property
     def num_tokens(self) -> int:

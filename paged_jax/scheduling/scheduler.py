@@ -25,7 +25,7 @@ from paged_jax.memory.usage import MemoryUsage
 from paged_jax.outputs import FinishReason, TokenLogprobs
 from paged_jax.scheduling.admission import Admission
 from paged_jax.scheduling.batch import ScheduledBatch, add_forks
-from paged_jax.scheduling.checks import check_fits, check_queue, pin
+from paged_jax.scheduling.checks import check_fits, check_queue, num_blocks_needed
 from paged_jax.scheduling.chunking import PrefillPlan, prefill_budget
 from paged_jax.scheduling.estimates import StepEstimates
 from paged_jax.scheduling.policies import key_of, make_policy
@@ -333,7 +333,16 @@ class Scheduler:
         ValueError, and nothing changes, if a request that waits or runs could not finish with the
         blocks that are left.
         """
-        return pin(self.memory, self._unfinished.requests.values(), token_ids, salt)
+        memory, requests = self.memory, self._unfinished.requests.values()
+        most = max((num_blocks_needed(request, memory) for request in requests), default=0)
+        num_tokens = memory.pin(token_ids, salt, leave_blocks=most)
+        if num_tokens is None:
+            raise ValueError(
+                f"pinning {len(token_ids)} tokens would leave less than the {most} blocks of "
+                f"{memory.num_total_blocks} that a request in work can need; wait for it to "
+                "finish, or give the pool more blocks"
+            )
+        return num_tokens
 
     def memory_usage(self) -> MemoryUsage:
         """Where the KV slots are now."""
