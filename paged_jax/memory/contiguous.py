@@ -374,6 +374,6 @@ class ContiguousManager:
         )
         assert self._shared_slots == shared * size
         moved = {*self._moves, *(source for source, _ in self._moves.values())}
-        assert moved <= holders.keys(), "a copy of or to a chunk that nobody is in"
+        assert moved <= holders.keys(), "a copy of or to a chunk without holders"
         sources = {source for source, _ in self._moves.values()}
         assert self._moves.keys().isdisjoint(sources), "a copy of a copy's target"

@@ -232,7 +232,7 @@ class Scheduler:
         return finished
 
     def _take_search_step(self, request: Request) -> list[Sequence]:
-        """Replace the beams once all of them have candidates; returns those that end."""
+        """Replace the beams once all of them have candidates; returns the beams that end."""
         if any(seq.candidates is None for seq in request.sequences):
             return []
         try:
