@@ -8,22 +8,18 @@ from paged_jax.scheduling.batch import PrefillChunk, ScheduledBatch, start_forks
 from paged_jax.scheduling.queues import Queues
 from paged_jax.scheduling.request import Request, Sequence, SequenceStatus
 
-type Stops = collections.abc.Mapping[int, str]  # sequence id -> stop string that its text has met
-type Ending = tuple[Sequence, FinishReason, int | str | None]  # with finish and stop reason
+type Endings = dict[Sequence, tuple[FinishReason, int | str | None]]  # finish and stop reason
 
 
 def take_decodes(
-    decodes: list[Sequence],
-    sampled: collections.abc.Sequence[int],
-    stops: Stops,
-    memory: MemoryManager,
-) -> list[Ending]:
+    decodes: list[Sequence], sampled: collections.abc.Sequence[int], memory: MemoryManager
+) -> Endings:
     """Append each decode's token, and commit the block that it has filled.
 
     `sampled` has a token for each decode, and then others. Returns the sequences that end by their
     token. Beams get theirs by `advance_beams`.
     """
-    ending: list[Ending] = []
+    endings: Endings = {}
     running = SequenceStatus.RUNNING
     block_size, commit_full_blocks = memory.block_size, memory.commit_full_blocks
     for seq, token in zip(decodes, sampled, strict=False):
@@ -34,29 +30,26 @@ def take_decodes(
                 commit_full_blocks(seq.seq_id, token_ids, num_tokens)
             if seq.is_beam:
                 continue
-            if (
-                num_tokens + 1 >= seq.max_num_tokens
-                or token in seq.end_token_ids
-                or seq.seq_id in stops
+            if (num_tokens + 1 >= seq.max_num_tokens or token in seq.end_token_ids) and (
+                end := seq.end_with(token)
             ):
-                ending += _ending(seq, token, stops)
+                endings[seq] = end
             token_ids.append(token)
-    return ending
+    return endings
 
 
 def take_prefills(
     chunks: list[PrefillChunk],
     sampled: collections.abc.Sequence[int],
-    stops: Stops,
     memory: MemoryManager,
     queues: Queues,
-) -> list[Ending]:
+) -> Endings:
     """Commit what each chunk has computed; a completed prompt decodes from now on.
 
     Its forks, as far as they still wait, share its blocks. `sampled` has a token for each completed
     prompt and for each of its forks. Returns the sequences that end by their first token.
     """
-    ending: list[Ending] = []
+    endings: Endings = {}
     tokens = iter(sampled)
     for chunk in chunks:
         seq = chunk.seq
@@ -74,17 +67,20 @@ def take_prefills(
             continue
         for branch, token in zip(branches, first_tokens, strict=True):
             if branch in started:
-                ending += _ending(branch, token, stops)
+                if end := branch.end_with(token):
+                    endings[branch] = end
                 branch.token_ids.append(token)
-    return ending
+    return endings
 
 
-def _ending(seq: Sequence, token: int, stops: Stops) -> list[Ending]:
-    """How `token`, as its next one, ends the sequence: one entry; none if it goes on."""
-    if (stop := stops.get(seq.seq_id)) is not None:
-        return [(seq, "stop", stop)]
-    end = seq.end_with(token)
-    return [] if end is None else [(seq, *end)]
+def take_stops(batch: ScheduledBatch, stops: collections.abc.Mapping[int, str]) -> Endings:
+    """The sequences that a stop string ends."""
+    running = SequenceStatus.RUNNING
+    return {
+        seq: ("stop", stops[seq.seq_id])
+        for seq in batch.sampled
+        if seq.seq_id in stops and seq.status is running
+    }
 
 
 def take_logprobs(

@@ -37,6 +37,7 @@ from paged_jax.scheduling.results import (
     take_decodes,
     take_logprobs,
     take_prefills,
+    take_stops,
 )
 
 
@@ -215,17 +216,19 @@ class Scheduler:
         self.counters.num_swapped_out_blocks += len(batch.swap_outs)
         self.counters.num_swapped_in_blocks += len(batch.swap_ins)
         # 7. Tokens are appended, full blocks committed, forks started.
-        ending = take_decodes(batch.decodes, sampled, stops, memory)
+        endings = take_decodes(batch.decodes, sampled, memory)
         if prefills:
             first_tokens = sampled[len(batch.decodes) :]
-            ending += take_prefills(prefills, first_tokens, stops, memory, queues)
+            endings |= take_prefills(prefills, first_tokens, memory, queues)
             for chunk, scores in zip(prefills, prompt_logprobs, strict=False):
                 chunk.seq.request.prompt_logprobs += scores
         searches = take_logprobs(batch, logprobs)
-        # 8. Sequences that their token ends free their blocks.
-        for seq, reason, stop_reason in ending:
+        # 8. Sequences that their token or a stop string ends free their blocks.
+        if stops:
+            endings |= take_stops(batch, stops)
+        for seq, (reason, stop_reason) in endings.items():
             self.finish(seq, reason, stop_reason)
-        finished = [seq for seq, *_ in ending]
+        finished = list(endings)
         # 9. Searches replace their beams.
         for request in searches:
             finished += self._take_search_step(request)
