@@ -194,10 +194,10 @@ class Metrics(Observer):
 
     def _counters(self) -> list[Family]:
         scheduler, stats = self._scheduler, self._scheduler.memory.stats
-        by_swap = scheduler.num_preemptions_by_swap
-        modes = {"recompute": scheduler.num_preemptions - by_swap, "swap": by_swap}
+        by_swap = scheduler.counters.num_preemptions_by_swap
+        modes = {"recompute": scheduler.counters.num_preemptions - by_swap, "swap": by_swap}
         return [
-            counter("vllm:num_preemptions", "Preemptions.", scheduler.num_preemptions),
+            counter("vllm:num_preemptions", "Preemptions.", scheduler.counters.num_preemptions),
             counter("vllm:prompt_tokens", "Of prompts that were computed.", self.num_prompt_tokens),
             counter("vllm:prompt_tokens_cached", "Of these, cached.", self.num_cached_tokens),
             counter("vllm:generation_tokens", "Tokens generated.", self.num_generated_tokens),
@@ -214,18 +214,22 @@ class Metrics(Observer):
             counter(
                 "paged_jax:swap_fallbacks",
                 "Preemptions by recompute for want of host blocks.",
-                scheduler.num_swap_fallbacks,
+                scheduler.counters.num_swap_fallbacks,
             ),
             counter(
                 "paged_jax:recomputed_tokens",
                 "Computed, lost by a preemption, and to be computed again.",
-                scheduler.num_recomputed_tokens,
+                scheduler.counters.num_recomputed_tokens,
             ),
             counter(
-                "paged_jax:swapped_out_blocks", "To the host.", scheduler.num_swapped_out_blocks
+                "paged_jax:swapped_out_blocks",
+                "To the host.",
+                scheduler.counters.num_swapped_out_blocks,
             ),
             counter(
-                "paged_jax:swapped_in_blocks", "From the host.", scheduler.num_swapped_in_blocks
+                "paged_jax:swapped_in_blocks",
+                "From the host.",
+                scheduler.counters.num_swapped_in_blocks,
             ),
             counter("paged_jax:failed_steps", "Steps that raised.", self.num_failed_steps),
             counter("paged_jax:block_copies", "Blocks copied on write.", stats.copies),
