@@ -100,9 +100,10 @@ def grid[Point, Row](
     """`measure` of each point, in their order, with a progress bar.
 
     Points that an interrupted run with the same options and the same code has done are not measured
-    again. With more `processes` than one (None: one for each core), points must not depend on each
-    other, and `measure`, points and rows travel between processes: they are plain data and
-    functions of a module. Points that take longest should come first.
+    again. A row depends on its point and the options alone; `measure` may be a method of an object
+    that holds an engine. With more `processes` than one (None: one for each core), points must not
+    depend on each other, and `measure`, points and rows travel between processes: they are plain
+    data and functions of a module. Points that take longest should come first.
     """
     store = Path(config.out_dir) / _POINTS
     done = dict(_read(store))
@@ -146,6 +147,7 @@ def _pool(processes: int) -> Iterator[ProcessPoolExecutor]:
 def _key(measure: Callable[..., Any], point: object, config: Options) -> str:
     """A digest of all that a point's row depends on."""
     shared = options.as_dict(config) | {"out_dir": None, "processes": None}
+    measure = getattr(measure, "__func__", measure)  # without the object that it is a method of
     return hashlib.sha256(_code() + pickle.dumps((measure, point, shared))).hexdigest()
 
 

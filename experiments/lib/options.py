@@ -17,6 +17,8 @@ from typing import Any, Literal, Union, cast, get_args, get_origin
 
 from absl import flags
 
+from paged_jax.config import EngineConfig
+
 _SAME = object()  # what --quick makes of an option that it leaves alone
 
 
@@ -42,6 +44,15 @@ def option(
     return dataclasses.field(
         default=default, metadata=meta | {"choices": tuple(choices), "repeats": repeats}
     )
+
+
+def engine_option(name: str, default: Any = _SAME) -> Any:
+    """The engine's option of that name, with another default where the experiment needs one."""
+    field = EngineConfig.__dataclass_fields__[name]
+    if default is _SAME:
+        return option(field.default, field.metadata["text"], least=field.metadata["least"])
+    text = field.metadata["text"].partition(" The default is ")[0]
+    return option(default, text, least=field.metadata["least"])
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -117,6 +128,8 @@ def from_flags[Config](config: type[Config], values: flags.FlagValues = flags.FL
         if is_quick and not flag.present and quick is not _SAME:
             given[field.name] = quick
         elif _type_of(field)[1] and flag.value is not None:
+            if field.default and not flag.value:
+                raise ValueError(f"--{field.name} takes one value or more, got none")
             given[field.name] = tuple(_element(field, each) for each in flag.value)
         else:
             given[field.name] = flag.value
@@ -168,3 +181,9 @@ def as_dict(*configs: Any) -> dict[str, Any]:
         for field in dataclasses.fields(config)
         if "text" in field.metadata
     }
+
+
+def engine_options(config: Any) -> dict[str, Any]:
+    """The options that are an engine's, by name, to be passed to `paged_jax.Engine`."""
+    known = EngineConfig.__dataclass_fields__
+    return {name: value for name, value in as_dict(config).items() if name in known}

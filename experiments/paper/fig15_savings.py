@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from tqdm import tqdm
 
 from experiments.lib import reporting
 from paged_jax.engine.core import EngineCore
@@ -17,13 +16,13 @@ from paged_jax.outputs import TokenLogprobs
 from paged_jax.sampling_params import SamplingParams
 from paged_jax.scheduling.batch import ScheduledBatch
 from paged_jax.scheduling.request import Request
+from paged_jax.scheduling.scheduler import Scheduler
 from paged_jax.simulation.branching import VOCAB_SIZE, BeamCandidates, Branching
-from paged_jax.simulation.system import SystemConfig
 from paged_jax.workloads import WorkloadRequest, find_packaged_sharegpt, read_sharegpt
 
 
 class BranchingExecutor(Executor):
-    """Computes nothing: random tokens for samples, candidates by `branching` for beams."""
+    """Computes nothing: tokens are random, and candidates of beams are drawn from `branching`."""
 
     def __init__(self, memory: MemoryManager, *, seed: int, branching: Branching | None = None):
         self._memory = memory
@@ -45,31 +44,20 @@ class BranchingExecutor(Executor):
 def simulate(
     requests: Sequence[WorkloadRequest],
     params: SamplingParams,
-    system: SystemConfig,
-    executor_of: Callable[[MemoryManager], Executor],
-    *,
-    description: str,
+    scheduler: Scheduler,
+    executor: Executor,
 ) -> list[MemoryUsage]:
     """Serve requests that are all there at the start; returns the memory's use in each iteration.
 
     As in the paper, requests share nothing with each other: leave the prefix cache off.
     """
-    scheduler = system.scheduler()
     usages: list[MemoryUsage] = []
-    core = EngineCore(
-        scheduler,
-        executor_of(scheduler.memory),
-        on_iteration=lambda stats: usages.append(stats.usage),
-    )
+    core = EngineCore(scheduler, executor, on_iteration=lambda stats: usages.append(stats.usage))
     for index, request in enumerate(requests):
         own = replace(params, max_tokens=request.max_tokens, ignore_eos=request.ignore_eos)
         scheduler.add(Request(str(index), request.prompt_token_ids, own, 0.0, seed=index))
-    with tqdm(total=len(requests), desc=description, unit="request", leave=False) as bar:
-        while scheduler.has_work:
-            iteration = core.step()
-            core.report(iteration)
-            ended = {seq.request.request_id: seq.request for seq in iteration.finished}
-            bar.update(sum(request.is_finished for request in ended.values()))
+    while scheduler.has_work:
+        core.report(core.step())
     return usages
 
 
@@ -80,17 +68,17 @@ def with_sharegpt_text(
     trace: str | Path | None,
     seed: int,
 ) -> list[WorkloadRequest]:
-    """The requests with prompts that are the beginnings of ShareGPT conversations.
+    """The requests with prompts that are the beginnings of ShareGPT conversations, each another.
 
-    trace: a ShareGPT file; None: the installed package. ValueError where it has no text as long
-    as a prompt that no other request took.
+    trace: a ShareGPT file; None takes the installed package's. ValueError where none of the texts
+    that are left is as long as a prompt.
     """
     exchanges, _ = read_sharegpt(trace or find_packaged_sharegpt())
     order = np.random.default_rng(seed).permutation(len(exchanges))
     texts: Iterator[list[int]] = (
         list(encode(f"{exchanges[i].prompt}\n{exchanges[i].reply}")) for i in order
     )
-    too_short: list[list[int]] = []  # for a prompt before: they may do for one to come
+    too_short: list[list[int]] = []  # for an earlier prompt; a later one may be shorter
     filled = []
     for request in requests:
         length = request.num_prompt_tokens
@@ -112,7 +100,7 @@ def with_sharegpt_text(
 def saved_fraction(usages: Iterable[MemoryUsage]) -> float:
     """Blocks saved by sharing over blocks without sharing (Kwon et al., section 6.3).
 
-    Both are summed over the snapshots: where more memory is in use, it weighs more.
+    Both are summed over the iterations: one with more memory in use weighs more.
     """
     shared = used = 0
     for usage in usages:
@@ -124,14 +112,14 @@ def saved_fraction(usages: Iterable[MemoryUsage]) -> float:
 
 
 def num_tokens_apart(beams: Sequence[Sequence[int]]) -> int:
-    """How many tokens ago, counted to the last one, these beams of equal length were one."""
+    """For how many tokens, up to the last one, these beams of equal length have differed."""
     tokens = np.array(beams)
     differs = (tokens != tokens[0]).any(axis=0)
     return len(differs) - int(differs.argmax()) if differs.any() else 0
 
 
 class BeamObserver(Executor):
-    """An executor that notes, at each step of each search, for how long its beams are apart."""
+    """An executor that notes, at each step of each search, for how long its beams have differed."""
 
     def __init__(self, executor: Executor):
         self._executor = executor
@@ -155,6 +143,6 @@ class BeamObserver(Executor):
         self._executor.reset_cache()
 
     def take(self) -> dict[str, Any]:
-        """Mean and percentiles since the last call."""
+        """Mean and percentiles of the tokens apart, over the steps since the last call."""
         tokens_apart, self._tokens_apart = self._tokens_apart, []
         return reporting.spread(tokens_apart, percents=(50, 90))
