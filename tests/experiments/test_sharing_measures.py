@@ -7,7 +7,7 @@ from experiments.costs.prefix_hit_rate import Prompt, replay, replay_trace, text
 from experiments.lib.paired import in_turn, ratio_spread
 from experiments.paper.chat import Turn, Window, chat, draw_conversations, read_conversations
 from experiments.paper.fig16_shared_prefix import prefix_tokens, questions
-from experiments.paper.sharing_savings import (
+from experiments.paper.fig15_savings import (
     BeamObserver,
     Branching,
     BranchingExecutor,
@@ -42,9 +42,8 @@ def test_savings_are_blocks_saved_over_blocks_without_sharing():
 
 def simulated(params: SamplingParams, *, num_prompt: int, num_output: int) -> list[MemoryUsage]:
     request = WorkloadRequest(tuple(range(num_prompt)), num_output)
-    return simulate(
-        [request], params, SYSTEM, lambda memory: BranchingExecutor(memory, seed=0), description=""
-    )
+    scheduler = SYSTEM.scheduler()
+    return simulate([request], params, scheduler, BranchingExecutor(scheduler.memory, seed=0))
 
 
 def test_samples_save_the_full_blocks_of_their_prompt():
@@ -82,18 +81,13 @@ def test_beams_are_apart_since_their_last_common_token(beams, apart):
 def test_an_observer_sees_each_step_of_a_search_and_changes_nothing():
     params = SamplingParams(beam_width=3, temperature=0)
     request = WorkloadRequest((1, 2, 3), 6)
-    observers = []
-
-    def observed(memory):
-        observers.append(BeamObserver(BranchingExecutor(memory, seed=0)))
-        return observers[0]
-
-    usages = simulate([request], params, SYSTEM, observed, description="")
-    assert usages == simulate(
-        [request], params, SYSTEM, lambda memory: BranchingExecutor(memory, seed=0), description=""
+    scheduler = SYSTEM.scheduler()
+    observer = BeamObserver(BranchingExecutor(scheduler.memory, seed=0))
+    assert simulate([request], params, scheduler, observer) == simulated(
+        params, num_prompt=3, num_output=6
     )
-    assert 1 <= observers[0].take()["mean"] <= 5
-    assert observers[0].take()["mean"] is None
+    assert 1 <= observer.take()["mean"] <= 5
+    assert observer.take()["mean"] is None
 
 
 def test_candidates_are_ranked_log_probabilities_alike_between_beams_of_a_search():
