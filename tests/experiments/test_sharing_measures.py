@@ -5,8 +5,6 @@ import pytest
 
 from experiments.costs.prefix_hit_rate import Prompt, replay, replay_trace, textbook_hits
 from experiments.lib.paired import in_turn, ratio_spread
-from experiments.paper.chat import Turn, Window, chat, draw_conversations, read_conversations
-from experiments.paper.fig16_shared_prefix import prefix_tokens, questions
 from experiments.paper.fig15_savings import (
     BeamObserver,
     Branching,
@@ -15,6 +13,14 @@ from experiments.paper.fig15_savings import (
     saved_fraction,
     simulate,
     with_sharegpt_text,
+)
+from experiments.paper.fig16_shared_prefix import prefix_tokens, questions
+from experiments.paper.fig17_conversations import (
+    Turn,
+    Window,
+    chat,
+    draw_conversations,
+    read_conversations,
 )
 from paged_jax.memory.usage import MemoryUsage
 from paged_jax.sampling_params import SamplingParams
