@@ -4,7 +4,7 @@ import csv
 
 import pytest
 
-from experiments.paper import preemption_micro as modelled
+from experiments.paper import fig19_micro as modelled
 from tests.experiments.experiment_runs import SMALL_ENGINE, results_of, run_experiment
 
 SMALL = [

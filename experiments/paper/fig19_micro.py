@@ -1,7 +1,6 @@
 """One sequence's preemption, measured: its blocks moved out and in, or its tokens prefilled."""
 
 import time
-from collections.abc import Callable
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -115,7 +114,6 @@ def measure(
     *,
     rounds: int,
     seed: int,
-    on_round: Callable[[], object],
 ) -> Measured:
     """Move the blocks of so many tokens, and compute the same tokens in one prefill."""
     num_blocks = -(-num_tokens // block_size)
@@ -144,7 +142,6 @@ def measure(
             engine.generate(prompt.tolist(), params, progress=False)
             if number:  # the first one compiles
                 seconds.append((out_s, in_s, each_s, steps[-1].device_s))
-                on_round()
     finally:
         engine.close()
     return Measured(*(1e3 * np.median(seconds, axis=0)).tolist())
