@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
+VERDICTS = ("reproduced", "differs", "not comparable")
 Results = dict[str, Any]
 Rows = list[dict[str, Any]]
 
