@@ -32,7 +32,7 @@ from tqdm import tqdm
 from experiments.lib import figures
 from experiments.lib.experiment import grid, run
 from experiments.lib.options import Options, engine_option, engine_options, option
-from experiments.lib.paired import in_turn, ratio_spread
+from experiments.lib.paired import ratio_spread
 from experiments.lib.reporting import print_table, report, spread, write_jsonl
 from experiments.paper.claims import Claim, figure
 from experiments.paper.fig17_conversations import (
@@ -145,11 +145,14 @@ class Pair:
             engine.warm_up()
             chat(engine, [[Turn([0, 1], 2)]], num_users=1, window=window)  # untimed
 
-    def measure(self, point: tuple[int, str]) -> ChatRun:
-        """Hold the conversations of a round, on one of the engines."""
-        number, name = point
+    def measure(self, number: int) -> dict[str, ChatRun]:
+        """Hold the conversations of a round on one engine and on the other."""
+        order = (WITHOUT, WITH) if number % 2 == 0 else (WITH, WITHOUT)
+        return {name: self._hold(number, name) for name in order}
+
+    def _hold(self, number: int, name: str) -> ChatRun:
         conversations = self._conversations[number :: self._config.rounds]
-        title, total = f"{name} reuse, round {number + 1}", sum(map(len, conversations))
+        title, total = f"round {number + 1}, {name} reuse", sum(map(len, conversations))
         with tqdm(desc=title, total=total, unit="turn", leave=False) as bar:
             return chat(
                 self._engines[name],
@@ -237,12 +240,9 @@ def main(config: Config) -> None:
             seed=config.seed,
         )
         pair = Pair(config, window, {WITHOUT: without, WITH: with_reuse}, conversations)
-        points = list(in_turn(WITHOUT, WITH, config.rounds))
-        rows = zip(points, grid(pair.measure, points, config, unit="round"), strict=True)
-    runs: dict[str, list[ChatRun]] = {WITHOUT: [], WITH: []}
-    for (_, name), held in rows:
-        runs[name].append(held)
+        rounds = grid(pair.measure, range(config.rounds), config, unit="round")
 
+    runs = {name: [of_round[name] for of_round in rounds] for name in (WITHOUT, WITH)}
     turns = {name: [turn for run in of for turn in run.turns] for name, of in runs.items()}
     wall_s = {name: [run.wall_s for run in of] for name, of in runs.items()}
     parts = parts_of(turns)

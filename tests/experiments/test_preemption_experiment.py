@@ -1,4 +1,4 @@
-"""experiments.paper.fig19_preemption as a user runs it, on the tiny model; what it models, by hand."""
+"""Figure 19 as a user runs it, on the tiny model; and its models, by hand."""
 
 import csv
 
