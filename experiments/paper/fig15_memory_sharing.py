@@ -33,12 +33,12 @@ import numpy as np
 from experiments.lib import figures
 from experiments.lib.driver import require_fitting, serve
 from experiments.lib.experiment import grid, run
+from experiments.lib.fake_devices import BatchRecorder, BranchingDevice
 from experiments.lib.options import SimulationOptions, engine_option, engine_options, option
-from experiments.lib.reporting import print_table, report
+from experiments.lib.reporting import print_table, report, spread
 from experiments.paper.claims import Claim
 from experiments.paper.fig15_savings import (
-    BeamObserver,
-    BranchingExecutor,
+    beams_apart,
     saved_fraction,
     simulate,
     with_sharegpt_text,
@@ -159,7 +159,7 @@ class RealRuns:
 
     def __init__(self, engine: Engine, requests: dict[str, list[WorkloadRequest]], seed: int):
         self._engine, self._requests, self._seed = engine, requests, seed
-        self._observer = engine.core.executor = BeamObserver(engine.executor)
+        self._recorder = engine.core.executor = BatchRecorder(engine.executor, beams_apart)
         self._system = SystemConfig(
             num_slots=engine.num_blocks * engine.block_size,
             block_size=engine.block_size,
@@ -175,12 +175,12 @@ class RealRuns:
         if refused := [served.refusal for served in run.served if served.refusal]:
             raise ValueError(refused[0])
         scheduler = self._system.scheduler()
-        observer = BeamObserver(BranchingExecutor(scheduler.memory, seed=self._seed))
-        usages = simulate(requests, point.params, scheduler, observer)
-        spreads = {"real": self._observer.take(), "likewise": observer.take()}
+        device = BranchingDevice(scheduler.memory, seed=self._seed)
+        recorder = BatchRecorder(device, beams_apart)
+        usages = simulate(requests, point.params, scheduler, recorder)
         apart = [
-            Apart(point.lengths, point.width, name, *spread.values())
-            for name, spread in spreads.items()
+            Apart(point.lengths, point.width, name, *spread(of.take(), percents=(50, 90)).values())
+            for name, of in (("real", self._recorder), ("likewise", recorder))
             if point.method == "beam"
         ]
         saved = saved_fraction(step.usage for step in run.steps), saved_fraction(usages)
@@ -211,7 +211,7 @@ def measure_opt_13b(
         max_model_len=config.max_model_len,
     )
     scheduler = system.scheduler()
-    executor = BranchingExecutor(scheduler.memory, seed=config.seed)
+    executor = BranchingDevice(scheduler.memory, seed=config.seed)
     return 100 * saved_fraction(
         simulate(requests[point.lengths], point.params, scheduler, executor)
     )
@@ -228,7 +228,7 @@ def length_facts(requests: list[WorkloadRequest]) -> dict[str, float]:
 def plot(cases: list[Case], out_dir: str) -> None:
     """Bars of each run, and black lines at the paper's figures or at both ends of its ranges."""
     names = list(dict.fromkeys(case.lengths for case in cases))
-    figure, axes = figures.panels(1, len(names), size=(5.5, 4))
+    figure, axes = figures.panels(1, len(names), size=(5.5, 4), sharey=True)
     for panel, name in zip(axes[0], names, strict=True):
         chosen = [case for case in cases if case.lengths == name]
         runs = {run: [getattr(c, run) for c in chosen] for run in ("real", "likewise", "opt_13b")}
@@ -238,8 +238,6 @@ def plot(cases: list[Case], out_dir: str) -> None:
             papers = PAPER_PERCENT.get((name, case.method, case.width), ())
             panel.hlines(papers, i - 0.45, i + 0.45, color="k")
         panel.set_title(name)
-    for panel in axes[0, 1:]:
-        panel.sharey(axes[0, 0])
     axes[0, 0].set_ylabel("blocks saved by sharing (%)")
     axes[0, 0].legend(title="black: the paper")
     figures.save(figure, out_dir, "memory_sharing.png")

@@ -3,42 +3,17 @@
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
-from experiments.lib import reporting
 from paged_jax.engine.core import EngineCore
-from paged_jax.executor.interface import Executor, StepResult
-from paged_jax.memory.interface import MemoryManager
+from paged_jax.executor.interface import Executor
 from paged_jax.memory.usage import MemoryUsage
-from paged_jax.outputs import TokenLogprobs
 from paged_jax.sampling_params import SamplingParams
 from paged_jax.scheduling.batch import ScheduledBatch
 from paged_jax.scheduling.request import Request
 from paged_jax.scheduling.scheduler import Scheduler
-from paged_jax.simulation.branching import VOCAB_SIZE, BeamCandidates, Branching
 from paged_jax.workloads import WorkloadRequest, find_packaged_sharegpt, read_sharegpt
-
-
-class BranchingExecutor(Executor):
-    """Computes nothing: tokens are random, and candidates of beams are drawn from `branching`."""
-
-    def __init__(self, memory: MemoryManager, *, seed: int, branching: Branching | None = None):
-        self._memory = memory
-        self._rng = np.random.default_rng(seed)
-        self._beams = BeamCandidates(self._rng, branching)
-
-    def execute(self, batch: ScheduledBatch) -> StepResult:
-        self._memory.take_copies()
-        sampled = batch.sampled
-        tokens: list[int] = self._rng.integers(VOCAB_SIZE, size=len(sampled)).tolist()
-        logprobs: list[TokenLogprobs | None] = [None] * len(sampled)
-        beams = [i for i, seq in enumerate(sampled) if seq.request.beam_search is not None]
-        if beams:
-            for i, row in zip(beams, self._beams.draw([sampled[i] for i in beams]), strict=True):
-                logprobs[i] = row
-        return StepResult(tokens, logprobs, 0.0)
 
 
 def simulate(
@@ -118,31 +93,10 @@ def num_tokens_apart(beams: Sequence[Sequence[int]]) -> int:
     return len(differs) - int(differs.argmax()) if differs.any() else 0
 
 
-class BeamObserver(Executor):
-    """An executor that notes, at each step of each search, for how long its beams have differed."""
-
-    def __init__(self, executor: Executor):
-        self._executor = executor
-        self._tokens_apart: list[int] = []
-
-    def execute(self, batch: ScheduledBatch) -> StepResult:
-        searches: dict[str, list[list[int]]] = {}
-        for seq in batch.decodes:
-            if seq.request.beam_search is not None:
-                searches.setdefault(seq.request.request_id, []).append(seq.token_ids)
-        self._tokens_apart += [
-            num_tokens_apart(beams) for beams in searches.values() if len(beams) > 1
-        ]
-        return self._executor.execute(batch)
-
-    @property
-    def cache_is_lost(self) -> bool:
-        return self._executor.cache_is_lost
-
-    def reset_cache(self) -> None:
-        self._executor.reset_cache()
-
-    def take(self) -> dict[str, Any]:
-        """Mean and percentiles of the tokens apart, over the steps since the last call."""
-        tokens_apart, self._tokens_apart = self._tokens_apart, []
-        return reporting.spread(tokens_apart, percents=(50, 90))
+def beams_apart(batch: ScheduledBatch) -> list[int]:
+    """For each beam search in a batch of more than one beam, how long its beams are apart."""
+    searches: dict[str, list[list[int]]] = {}
+    for seq in batch.decodes:
+        if seq.request.beam_search is not None:
+            searches.setdefault(seq.request.request_id, []).append(seq.token_ids)
+    return [num_tokens_apart(beams) for beams in searches.values() if len(beams) > 1]
