@@ -86,17 +86,19 @@ def tasks(config: Config, device: str, interpret: bool) -> list[Task]:
     """All that the options ask for; ValueError if that is nothing."""
     lab, compile = lab_of(config.op), aot.is_available()
     seeds = np.random.SeedSequence(config.seed).generate_state(len(lab.VALUE_SPECS))
-    found = []
+    found: list[Task] = []
     for impl in config.impl:
         if "values" in config.checks:
-            for spec, seed in zip(lab.VALUE_SPECS, map(int, seeds), strict=True):
-                arguments = (impl, spec, seed, interpret, config.op)
-                found.append(Task("values", impl, spec, device, arguments))
+            found += [
+                Task("values", impl, spec, device, (impl, spec, int(seed), interpret, config.op))
+                for spec, seed in zip(lab.VALUE_SPECS, seeds, strict=True)
+            ]
         if "lowering" in config.checks:
-            for spec in lab.COMPILE_SPECS:
-                for target in config.target:
-                    arguments = (impl, spec, target, compile, config.op)
-                    found.append(Task("lowering", impl, spec, target, arguments))
+            found += [
+                Task("lowering", impl, spec, target, (impl, spec, target, compile, config.op))
+                for spec in lab.COMPILE_SPECS
+                for target in config.target
+            ]
     chosen = [task for task in found if config.case in task.spec.name]
     if not chosen:
         names = dict.fromkeys(task.spec.name for task in found)

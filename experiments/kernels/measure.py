@@ -12,6 +12,7 @@ from experiments.kernels.baselines import CONTIGUOUS, attention_for
 from experiments.kernels.shapes import Shape, random_inputs, relative_error, wanted
 from experiments.lib import reporting
 from pallas_kernels import targets
+from pallas_kernels.lab.worker import Worker
 from pallas_kernels.paged_attention import Unsupported
 
 # Largest error, as a part of the output's norm. The output and the weights are each rounded to the
@@ -21,6 +22,7 @@ TOLERANCE = {"bfloat16": 1e-2, "float16": 2e-3, "float32": 2e-3}
 # Inputs, and the arrays that they are made from, may take this part of a device's memory.
 MEMORY_SHARE = 0.8
 CPU_MEMORY_BYTES = 4 << 30
+START_LIMIT_S = 120.0
 
 
 class Row(NamedTuple):
@@ -148,6 +150,15 @@ def facts() -> dict[str, Any]:
         "cache_bytes": timing.cache_bytes(),
         "target": targets.current(),
     }
+
+
+def facts_from(worker: Worker) -> dict[str, Any]:
+    """`facts` from a worker's process; ValueError if JAX does not start there."""
+    outcome = worker.call(f"{__name__}:facts", (), START_LIMIT_S)
+    if outcome.value is None:
+        raise ValueError(f"JAX does not start: {outcome.reason}\n{outcome.details}")
+    found: dict[str, Any] = outcome.value
+    return found
 
 
 def with_ratios(rows: Sequence[Row], baseline: str) -> list[Row]:
