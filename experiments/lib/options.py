@@ -130,7 +130,7 @@ def _element(field: dataclasses.Field[Any], text: str) -> Any:
     names = field.metadata["choices"] or literals
     if kind is str:
         if names and text not in names:
-            raise ValueError(f"--{name} takes {', '.join(names)}, got {text}")
+            raise ValueError(f"--{name} takes {', '.join(names)}; got {text!r}")
         return text
     try:
         value = kind(text)
@@ -139,7 +139,7 @@ def _element(field: dataclasses.Field[Any], text: str) -> Any:
     except ValueError:
         kinds = "integers" if kind is int else "numbers"
         bound = "" if least is None else f" of at least {least}"
-        raise ValueError(f"--{name} takes {kinds}{bound}, got {text}") from None
+        raise ValueError(f"--{name} takes {kinds}{bound}, got {text!r}") from None
     return value
 
 

@@ -44,4 +44,4 @@ def test_host_overhead_splits_an_iteration(tmp_path):
 def test_sizes_that_mean_nothing_are_one_line(tmp_path):
     result = run_experiment("pipelining", tmp_path, "--device_ms=-1", "--model=")
     assert result.returncode == 2
-    assert result.stderr == "error: --device_ms takes integers of at least 1, got -1\n"
+    assert result.stderr == "error: --device_ms takes integers of at least 1, got '-1'\n"
