@@ -111,15 +111,18 @@ def test_hit_rate_of_a_trace_falls_with_the_block_size(tmp_path):
     ]
     trace.write_text("".join(json.dumps(row) + "\n" for row in rows))
     arguments = [f"--trace={trace}", "--block_size=16,512,1024", "--pool_tokens=0"]
-    results, stdout = results_of("prefix_hit_rate", tmp_path / "out", *arguments)
+    results, stdout = results_of("costs.prefix_hit_rate", tmp_path / "out", *arguments)
     assert [case["hit_tokens"] for case in results["cases"]] == [1536, 1536, 1024]
     assert results["prompt_tokens"] == 3230
     assert "Two prompts that share their first 15 tokens" in stdout
 
 
-@pytest.mark.parametrize("name", ["memory_sharing", "shared_prefix", "chatbot", "prefix_hit_rate"])
+@pytest.mark.parametrize(
+    "name", ["memory_sharing", "shared_prefix", "chatbot", "costs.prefix_hit_rate"]
+)
 def test_help_opens_with_the_question_and_has_an_example(name):
-    documentation = ast.get_docstring(ast.parse((ROOT / f"experiments/{name}.py").read_text()))
+    source = (ROOT / f"experiments/{name.replace('.', '/')}.py").read_text()
+    documentation = ast.get_docstring(ast.parse(source))
     assert documentation.startswith(("What ", "How much "))
     assert f"\n    python -m experiments.{name} " in documentation
     assert "--quick" in documentation
@@ -129,7 +132,11 @@ def test_help_opens_with_the_question_and_has_an_example(name):
     ("name", "arguments", "message"),
     [
         ("memory_sharing", ["--runs=dreamt"], "error: --runs takes real and simulated, got dreamt"),
-        ("prefix_hit_rate", [], "error: --trace: the path of a Mooncake trace (JSONL) is needed"),
+        (
+            "costs.prefix_hit_rate",
+            [],
+            "error: --trace: the path of a Mooncake trace (JSONL) is needed",
+        ),
     ],
 )
 def test_bad_input_is_one_line_and_exit_code_2(tmp_path, name, arguments, message):

@@ -66,7 +66,7 @@ def test_the_figures_of_a_run_count_what_was_refused_and_late():
 
 def test_tail_latency_compares_four_systems(tmp_path):
     results, stdout = results_of(
-        "tail_latency",
+        "costs.tail_latency",
         tmp_path,
         f"--model={TINY_LM}",
         "--num_requests=8",
@@ -101,7 +101,7 @@ def test_tail_latency_compares_four_systems(tmp_path):
     ],
 )
 def test_tail_latency_refuses_bad_input_in_a_line(tmp_path, arguments, message):
-    result = run_experiment("tail_latency", tmp_path, f"--model={TINY_LM}", *arguments)
+    result = run_experiment("costs.tail_latency", tmp_path, f"--model={TINY_LM}", *arguments)
     assert result.returncode == 2
     assert result.stderr.strip().endswith(message)
     assert result.stderr.count("\n") == 1
