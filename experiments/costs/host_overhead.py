@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import islice
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -54,7 +54,10 @@ class Case(NamedTuple):
 def measure(point: tuple[int, int], config: Config) -> Case:
     """Run the loop over random lengths with (num_seqs, block size) all the time."""
     num_seqs, block_size = point
-    lengths = {"mean_prompt": config.prompt_tokens, "mean_output": config.output_tokens}
+    lengths: dict[str, Any] = {
+        "mean_prompt": config.prompt_tokens,
+        "mean_output": config.output_tokens,
+    }
     core, device = make_loop(num_seqs, block_size=block_size, **lengths)
     scheduler = core.scheduler
     # Enough to keep the queue filled to the end.
