@@ -164,6 +164,8 @@ def print_tables(rows: Sequence[Row]) -> None:
                 lines = [line_of(row) for row in own]
                 cells = [list(line.values()) for line in lines]
                 print_table(f"{impl}: {kind}{where}", list(lines[0]), cells)
+    if (reason := aot.missing()) and any(row["check"] == "lowering" for row in rows):
+        print(f"no machine code was looked at: {reason}")
 
 
 def values_line(row: Row) -> Row:

@@ -40,6 +40,7 @@ from experiments.kernels.gpu_report import Report
 from experiments.kernels.measure import facts_from
 from experiments.lib.experiment import run
 from experiments.lib.options import Options, option
+from pallas_kernels import extras
 from pallas_kernels.lab.worker import Worker
 
 
@@ -66,7 +67,11 @@ def start(worker: Worker, report: Report, config: Config) -> Settings:
     report.facts = {**facts, "seed": config.seed, "argv": sys.argv[1:]}
     platform = facts["device_platform"]
     if (platform == "gpu") == config.dry_run:
-        raise ValueError(f"JAX's device is a {platform}; --dry_run is for a CPU, and only for it")
+        missing = "" if platform == "gpu" else extras.missing_for_gpu()
+        raise ValueError(
+            f"JAX's device is a {platform}; --dry_run is for a CPU, and only for it"
+            + (f"; {missing}" if missing else "")
+        )
     return Settings(
         device=facts["device_kind"],
         copy_gb_per_s=facts["copy_gb_per_s"],
