@@ -11,14 +11,19 @@ from matplotlib.figure import Figure
 Points = Sequence[tuple[float, float | None]]
 
 
-def panels(rows: int = 1, columns: int = 1, *, size: tuple[float, float] = (4.5, 3.2)) -> Any:
-    """(figure, array of axes `[rows, columns]`), each panel `size` inches."""
+plt.switch_backend("agg")  # figures are saved and never shown
+
+
+def panels(
+    rows: int = 1, columns: int = 1, *, size: tuple[float, float] = (4.5, 3.2), **options: Any
+) -> Any:
+    """(figure, array of axes `[rows, columns]`), each panel `size` inches.
+
+    options: further ones of `plt.subplots`, such as sharex=True.
+    """
+    figsize = (size[0] * columns, size[1] * rows)
     return plt.subplots(
-        rows,
-        columns,
-        figsize=(size[0] * columns, size[1] * rows),
-        squeeze=False,
-        layout="constrained",
+        rows, columns, figsize=figsize, squeeze=False, layout="constrained", **options
     )
 
 
