@@ -1,18 +1,45 @@
-"""One simulated run: a system of the paper's at a request rate, and what came of it."""
+"""Simulated runs: a system of the paper's at a request rate, and the rate that it sustains."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import NamedTuple
+from functools import partial
+from typing import Any
 
 import numpy as np
 from matplotlib.axes import Axes
 
+from experiments.lib import figures
+from experiments.lib.experiment import grid
+from experiments.lib.options import SimulationOptions, option
 from experiments.paper.requests import poisson_requests
-from experiments.paper.setups import Deployment
-from experiments.paper.systems import SYSTEMS
+from experiments.paper.setups import ORCA, SYSTEMS, Deployment
 from paged_jax.sampling_params import SamplingParams
+from paged_jax.simulation.results import SimulatedRun
 from paged_jax.simulation.run import simulate
 from paged_jax.workloads import WorkloadRequest
+
+
+@dataclass(frozen=True, kw_only=True)
+class SystemOptions(SimulationOptions):
+    """Options of a comparison of systems."""
+
+    systems: tuple[str, ...] = option(
+        (*ORCA, "paged"), "These systems are compared.", choices=SYSTEMS
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class SearchOptions(SystemOptions):
+    """Options of a comparison of the rates that systems sustain."""
+
+    objective_s: float = option(
+        0.1,
+        "A rate is sustained if the mean latency per output token is at most this (s).",
+        least=1e-3,
+    )
+
+
+# One run
 
 
 @dataclass(frozen=True)
@@ -40,6 +67,24 @@ class Load:
             seed=self.seed,
         )
 
+    def simulate(self, rate: float, *, cut: bool = False) -> SimulatedRun:
+        """Serve what arrives until `duration_s`, to its end, or `cut` there.
+
+        Only a run to the end has a mean latency that does not leave out the requests that wait
+        longest; only one that is cut has averages of the time at that rate alone.
+        """
+        system = SYSTEMS[self.system]
+        return simulate(
+            self.requests(rate),
+            system.config(
+                self.deployment, self.block_size, enable_prefix_caching=self.enable_prefix_caching
+            ),
+            system.cost(self.deployment),
+            params=self.params,
+            horizon_s=self.duration_s if cut else None,
+            seed=self.seed,
+        )
+
 
 @dataclass(frozen=True)
 class Point:
@@ -61,27 +106,12 @@ class Point:
 
 
 def serve_at(load: Load, rate: float, *, cut: bool = False) -> Point:
-    """Serve what arrives until `load.duration_s`, to its end, or `cut` there.
-
-    Only a run to the end has a mean latency that does not leave out those that wait longest; only
-    one that is cut has averages of the time at that rate alone.
-    """
-    deployment, system = load.deployment, SYSTEMS[load.system]
-    requests = load.requests(rate)
-    run = simulate(
-        requests,
-        system.config(
-            deployment, load.block_size, enable_prefix_caching=load.enable_prefix_caching
-        ),
-        system.cost(deployment),
-        params=load.params,
-        horizon_s=load.duration_s if cut else None,
-        seed=load.seed,
-    )
+    """The averages of `Load.simulate`."""
+    run = load.simulate(rate, cut=cut)
     shares = run.memory_shares
     return Point(
         rate=rate,
-        num_requests=len(requests),
+        num_requests=len(run.requests),
         normalised_latency_s=run.normalised_latency_s,
         mean_batch_size=run.mean_batch_size,
         output_tokens_per_s=run.output_tokens_per_s,
@@ -96,6 +126,24 @@ def serve_at(load: Load, rate: float, *, cut: bool = False) -> Point:
     )
 
 
+OVERLOAD = 20  # times as many requests as a first guess says are served
+
+
+def overloaded(load: Load) -> Point:
+    """A full pool: many more requests come than can be served."""
+    return serve_at(load, OVERLOAD * first_rate(load), cut=True)
+
+
+def first_rate(load: Load) -> float:
+    """A guess: the pool full of requests of mean length, each there for ten seconds."""
+    requests = replace(load, duration_s=64.0).requests(1.0)
+    slots = np.mean([request.num_prompt_tokens + request.max_tokens for request in requests])
+    return float(load.deployment.num_slots / slots / 10)
+
+
+# A search
+
+
 @dataclass(frozen=True)
 class Sustained:
     """The highest rate at which a load's mean normalised latency stays within an objective."""
@@ -106,8 +154,12 @@ class Sustained:
     points: list[Point]  # all runs of the search, by rate
 
     @property
-    def latency_at_lowest(self) -> float | None:
-        return self.points[0].normalised_latency_s
+    def point(self) -> Point | None:
+        """The run at the rate found."""
+        return next((point for point in self.points if point.rate == self.rate), None)
+
+
+MIN_REQUESTS = 4  # a run of fewer says nothing
 
 
 def find_sustained(
@@ -125,6 +177,9 @@ def find_sustained(
         latency = points[rate].normalised_latency_s
         return latency is not None and latency <= objective_s
 
+    def found(rate: float | None) -> Sustained:
+        return Sustained(load, objective_s, rate, [points[rate] for rate in sorted(points)])
+
     low, high = 0.0, first_rate(load)
     while low == 0.0 and high * load.duration_s >= MIN_REQUESTS:
         if is_met(high):
@@ -132,7 +187,7 @@ def find_sustained(
         else:
             high /= 2
     if low == 0.0:
-        return Sustained(load, objective_s, None, _by_rate(points))
+        return found(None)
     high = 2 * low
     while is_met(high):
         low, high = high, 2 * high
@@ -144,65 +199,89 @@ def find_sustained(
             high = middle
     for fraction in fractions:
         is_met(fraction * low)
-    return Sustained(load, objective_s, low, _by_rate(points))
+    return found(low)
 
 
-MIN_REQUESTS = 4  # a run of fewer says nothing
+def find_all(
+    loads: Sequence[Load],
+    config: SearchOptions,
+    *,
+    precision: float = 0.02,
+    fractions: Sequence[float] = (),
+) -> list[Sustained]:
+    """`find_sustained` of each load, in their order."""
+    find = partial(
+        find_sustained, objective_s=config.objective_s, precision=precision, fractions=fractions
+    )
+    # Short requests are many, and paging serves the most.
+    order = sorted(loads, key=lambda load: (load.lengths != "alpaca", load.system != "paged"))
+    found = grid(
+        find,
+        order,
+        config,
+        unit="system",
+        description="sustained rates",
+        processes=config.processes,
+    )
+    return [found[order.index(load)] for load in loads]
 
 
-def first_rate(load: Load) -> float:
-    """A guess: the pool full of requests of mean length, each there for ten seconds."""
-    requests = replace(load, duration_s=64.0).requests(1.0)
-    slots = np.mean([request.num_prompt_tokens + request.max_tokens for request in requests])
-    return float(load.deployment.num_slots / slots / 10)
+def with_gains(panels: Iterable[Sequence[Sustained]]) -> list[tuple[Sustained, float | None]]:
+    """Each search, and paging's rate over its own in the same panel; None where one has no rate."""
+    gains = []
+    for compared in panels:
+        paged = next((found.rate for found in compared if found.load.system == "paged"), None)
+        gains += [
+            (found, paged / found.rate if paged and found.rate else None) for found in compared
+        ]
+    return gains
 
 
-def _by_rate(points: dict[float, Point]) -> list[Point]:
-    return [points[rate] for rate in sorted(points)]
-
+# Curves of latency against rate
 
 SHOWN_LATENCY_S = 1.0  # of the vertical axes, as the paper's
 
 
-class CurvePoint(NamedTuple):
-    """A simulated run of a search."""
-
-    system: str
-    rate: float  # requests/s
-    normalised_latency_s: float | None
-    batch_size: float  # mean over time
-    preemptions: int
-
-
-def curve_points(found: Sustained) -> list[CurvePoint]:
-    """All runs of a search, by rate."""
+def curve_rows(
+    panels: Mapping[tuple[Any, ...], Sequence[Sustained]], names: Sequence[str]
+) -> list[dict[str, Any]]:
+    """All runs of all searches, by rate; the key of a panel has the values of `names`."""
     return [
-        CurvePoint(
-            found.load.system,
-            point.rate,
-            point.normalised_latency_s,
-            point.mean_batch_size,
-            point.num_preemptions,
-        )
+        {
+            **dict(zip(names, panel, strict=True)),
+            "system": found.load.system,
+            "rate": point.rate,  # requests/s
+            "normalised_latency_s": point.normalised_latency_s,
+            "batch_size": point.mean_batch_size,  # over time
+            "preemptions": point.num_preemptions,
+        }
+        for panel, compared in panels.items()
+        for found in compared
         for point in found.points
     ]
 
 
-def plot_panel(axes: Axes, found: Iterable[Sustained]) -> None:
+def plot_curves(
+    panels: Mapping[str, Sequence[Sustained]], out_dir: str, name: str, *, columns: int
+) -> None:
+    """A panel for each title, in rows of so many `columns`."""
+    figure, axes = figures.panels(-(-len(panels) // columns), columns)
+    for panel, (title, compared) in zip(axes.flat, panels.items(), strict=True):
+        plot_panel(panel, compared)
+        panel.set_title(title, fontsize=10)
+    for panel in axes[:, 0]:
+        panel.set_ylabel("normalised latency (s/token)")
+    axes[0, 0].legend(fontsize=8)
+    figures.save(figure, out_dir, name)
+
+
+def plot_panel(axes: Axes, compared: Sequence[Sustained]) -> None:
     """A line for each system, always in the same colour."""
-    rates = []
-    for result in found:
-        system = SYSTEMS[result.load.system]
-        points = [
-            (point.rate, point.normalised_latency_s)
-            for point in result.points
-            if point.normalised_latency_s is not None
-        ]
-        if points:
-            colour = f"C{list(SYSTEMS).index(system.name)}"
-            axes.plot(
-                *zip(*points, strict=True), "o-", color=colour, markersize=3, label=system.label
-            )
-        rates += [result.rate] if result.rate else []
-    axes.set(xlim=(0, 1.3 * max(rates, default=1.0)), ylim=(0, SHOWN_LATENCY_S))
+    for found in compared:
+        system = SYSTEMS[found.load.system]
+        points = [(point.rate, point.normalised_latency_s) for point in found.points]
+        colour = f"C{list(SYSTEMS).index(system.name)}"
+        figures.lines(axes, {system.label: points}, color=colour)
+    highest = max((found.rate or 0.0 for found in compared), default=0.0)
+    axes.set(xlim=(0, 1.3 * (highest or 1.0)), ylim=(0, SHOWN_LATENCY_S))
     axes.set_xlabel("request rate (requests/s)")

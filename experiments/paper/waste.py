@@ -2,12 +2,16 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.patches import Patch
 
 from paged_jax.observability.observer import IterationStats
 
 CATEGORIES = ("token_states", "reserved", "internal", "external", "free")
+COLOURS = ("tab:green", "tab:olive", "tab:orange", "tab:red", "0.9")
 
 
 @dataclass(frozen=True)
@@ -26,6 +30,11 @@ class Waste:
     batch_size: float
     tokens_to_come: float  # and there already, of a running sequence: how long it will be
     waited_percent: float  # of the time of the iterations
+
+    @property
+    def shares(self) -> list[float]:
+        """By `CATEGORIES`."""
+        return [getattr(self, name) for name in CATEGORIES]
 
     @property
     def used_as_tokens(self) -> float:
@@ -57,3 +66,21 @@ def waste_of(iterations: Sequence[IterationStats]) -> Waste:
         tokens_to_come=kept / batch_size,
         waited_percent=100 * sum(seconds) / sum(stats.wall_s for stats in iterations),
     )
+
+
+def plot_shares(axes: Axes, x: float, shares: Sequence[float], width: float) -> None:
+    """A bar of shares by `CATEGORIES`, on top of each other."""
+    bottom = 0.0
+    for share, colour in zip(shares, COLOURS, strict=True):
+        axes.bar(x, share, width, bottom=bottom, color=colour)
+        if share > 4:
+            middle = bottom + share / 2
+            axes.text(x, middle, f"{share:.1f}", ha="center", va="center", fontsize=7)
+        bottom += share
+
+
+def share_legend(owner: Any, **options: Any) -> None:
+    """The legend of such bars, on a figure or on axes."""
+    names = ("token states", "reservation", "internal", "external", "free")
+    handles = [Patch(color=colour) for colour in COLOURS]
+    owner.legend(handles, names, ncols=5, **options)
