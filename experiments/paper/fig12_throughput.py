@@ -25,7 +25,7 @@ results.csv, curves.csv and throughput.png.
 
 from dataclasses import dataclass
 from itertools import groupby
-from typing import NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -70,20 +70,6 @@ FRACTIONS = (0.3, 0.6, 0.8, 0.9)  # of the sustained rate, run for the curves
 PAPER_GAIN = {"faster_transformer": (None, 22), "orca_max": (2.7, 8), "orca_oracle": (1.7, 2.7)}
 
 
-class Case(NamedTuple):
-    """What one system sustains, in requests/s; latencies in ms per output token."""
-
-    model: str
-    lengths: str
-    system: str
-    rate: float | None  # None: the objective is not met at any rate
-    gain: float | None  # of paging over it
-    paper: str | None  # gain
-    batch_size: float | None  # mean, at that rate
-    tokens_percent: float | None  # token states in the pool, at that rate
-    unloaded_ms: float | None  # at the lowest rate that was run
-
-
 def paper_gain(system: str) -> str | None:
     """The paper's gains over the system, in words."""
     if system not in PAPER_GAIN:
@@ -106,20 +92,21 @@ def panel_of(found: Sustained) -> tuple[str, str]:
     return found.load.deployment.model.name, found.load.lengths
 
 
-def case_of(found: Sustained, gain: float | None) -> Case:
+def row_of(found: Sustained, gain: float | None) -> dict[str, Any]:
+    """What one system sustains, in requests/s; latencies in ms per output token."""
     (model, lengths), system, at = panel_of(found), found.load.system, found.point
     unloaded_s = found.points[0].normalised_latency_s if found.points else None
-    return Case(
-        model,
-        lengths,
-        system,
-        found.rate,
-        gain,
-        paper_gain(system) if lengths.startswith("sharegpt") else None,
-        None if at is None else at.mean_batch_size,
-        None if at is None else 100 * at.token_states,
-        None if unloaded_s is None else 1e3 * unloaded_s,
-    )
+    return {
+        "model": model,
+        "lengths": lengths,
+        "system": system,
+        "rate": found.rate,  # None: the objective is not met at any rate
+        "gain": gain,  # of paging over it
+        "paper": paper_gain(system) if lengths.startswith("sharegpt") else None,
+        "batch_size": at and at.mean_batch_size,  # at that rate
+        "tokens_percent": at and 100 * at.token_states,  # in the pool, at that rate
+        "unloaded_ms": unloaded_s and 1e3 * unloaded_s,  # at the lowest rate that was run
+    }
 
 
 def main(config: Config) -> None:
@@ -147,7 +134,7 @@ def main(config: Config) -> None:
     panels = {panel: list(compared) for panel, compared in groupby(searches, panel_of)}
     report(
         f"Sustained within {config.objective_s:g} s per output token",
-        [case_of(found, gain) for found, gain in with_gains(panels.values())],
+        [row_of(found, gain) for found, gain in with_gains(panels.values())],
         config,
         duration_s=config.duration_s,
         slots={setup.model_name: setup.num_slots for setup in setups},

@@ -20,7 +20,8 @@ paper's hour. --out_dir gets results.json, results.csv and batched_requests.png.
 
 from dataclasses import dataclass
 from itertools import groupby
-from typing import NamedTuple
+from operator import itemgetter
+from typing import Any
 
 from experiments.lib import figures
 from experiments.lib.experiment import grid, run
@@ -29,7 +30,7 @@ from experiments.lib.reporting import report
 from experiments.paper.claims import Claim, Results, within
 from experiments.paper.requests import note_on_length
 from experiments.paper.setups import SETUPS, SYSTEMS, chosen_systems, find_setup
-from experiments.paper.simulations import Load, Point, SystemOptions, serve_at
+from experiments.paper.simulations import Load, SystemOptions, serve_at
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,20 +50,6 @@ PAPER_BATCH_SIZE = {
 }
 
 
-class Case(NamedTuple):
-    """Averages over time of one system."""
-
-    lengths: str
-    rate: float  # requests/s
-    system: str
-    batch_size: float
-    paper: float | None  # read off the figure
-    off_percent: float | None  # of the paper's
-    tokens_percent: float  # token states in the pool
-    unfinished_percent: float  # of the requests, when the last one has arrived
-    preemptions: int
-
-
 def parse_load(text: str) -> tuple[str, float]:
     """(lengths, requests/s) of `lengths:rate`."""
     lengths, _, rate = text.partition(":")
@@ -72,42 +59,43 @@ def parse_load(text: str) -> tuple[str, float]:
         raise ValueError(f"--loads takes lengths:rate, as in alpaca:30, got {text!r}") from None
 
 
-def measure(item: tuple[Load, float]) -> Point:
+def measure(item: tuple[Load, float]) -> dict[str, Any]:
+    """Averages over time of one system."""
     load, rate = item
-    return serve_at(load, rate, cut=True)
+    point = serve_at(load, rate, cut=True)
+    dataset, size = load.lengths.partition("_")[0], point.mean_batch_size
+    paper = PAPER_BATCH_SIZE.get((dataset, rate), {}).get(load.system)
+    return {
+        "lengths": load.lengths,
+        "rate": rate,  # requests/s
+        "system": load.system,
+        "batch_size": size,
+        "paper": paper,  # read off the figure
+        "off_percent": paper and 100 * (size / paper - 1),
+        "tokens_percent": 100 * point.token_states,  # in the pool
+        # Of the requests, when the last one has arrived.
+        "unfinished_percent": 100 * point.num_unfinished / point.num_requests,
+        "preemptions": point.num_preemptions,
+    }
 
 
-def case_of(load: Load, point: Point) -> Case:
-    dataset = load.lengths.partition("_")[0]
-    paper = PAPER_BATCH_SIZE.get((dataset, point.rate), {}).get(load.system)
-    size = point.mean_batch_size
-    return Case(
-        load.lengths,
-        point.rate,
-        load.system,
-        size,
-        paper,
-        None if paper is None else 100 * (size / paper - 1),
-        100 * point.token_states,
-        100 * point.num_unfinished / point.num_requests,
-        point.num_preemptions,
-    )
-
-
-def plot(cases: list[Case], out_dir: str) -> None:
+def plot(rows: list[dict[str, Any]], out_dir: str) -> None:
     """A panel for each load, bars for each system, the paper's beside."""
-    panels = {key: list(rows) for key, rows in groupby(cases, lambda case: case[:2])}
+    panels = [list(group) for _, group in groupby(rows, itemgetter("lengths", "rate"))]
     figure, axes = figures.panels(1, len(panels), size=(4.5, 3.5))
-    for panel, ((lengths, rate), rows) in zip(axes[0], panels.items(), strict=True):
+    for panel, group in zip(axes[0], panels, strict=True):
+        labels = [SYSTEMS[row["system"]].label for row in group]
         sizes = {
-            "here": [row.batch_size for row in rows],
-            "paper": [row.paper for row in rows],
+            "here": [row["batch_size"] for row in group],
+            "paper": [row["paper"] for row in group],
         }
-        figures.bars(panel, [SYSTEMS[row.system].label for row in rows], sizes)
+        figures.bars(panel, labels, sizes)
         for container in panel.containers:
-            labels = [f"{bar.get_height():.1f}" if bar.get_height() else "" for bar in container]
-            panel.bar_label(container, labels, fontsize=8)
-        panel.set_title(f"{lengths}, {rate:g} requests/s", fontsize=10)
+            heights = [bar.get_height() for bar in container]
+            panel.bar_label(
+                container, [f"{each:.1f}" if each else "" for each in heights], fontsize=8
+            )
+        panel.set_title(f"{group[0]['lengths']}, {group[0]['rate']:g} requests/s", fontsize=10)
         panel.tick_params(axis="x", labelsize=8)
         panel.margins(y=0.1)
     axes[0, 0].set_ylabel("batched requests")
@@ -126,15 +114,10 @@ def main(config: Config) -> None:
         for system in chosen_systems(config.systems)
     ]
     # Short requests and paging, which come last, take longest.
-    points = grid(measure, items[::-1], config, unit="run", processes=config.processes)[::-1]
-    cases = [case_of(load, point) for (load, _), point in zip(items, points, strict=True)]
-    report(
-        f"Batched requests of {config.model}, mean over {config.duration_s:g} s",
-        cases,
-        config,
-        duration_s=config.duration_s,
-    )
-    plot(cases, config.out_dir)
+    rows = grid(measure, items[::-1], config, unit="run", processes=config.processes)[::-1]
+    title = f"Batched requests of {config.model}, mean over {config.duration_s:g} s"
+    report(title, rows, config, duration_s=config.duration_s)
+    plot(rows, config.out_dir)
 
 
 def claims(results: Results) -> list[Claim]:

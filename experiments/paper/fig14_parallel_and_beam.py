@@ -20,7 +20,7 @@ results.csv, curves.csv and parallel_and_beam.png.
 
 from dataclasses import dataclass
 from itertools import groupby
-from typing import Literal, NamedTuple
+from typing import Any, Literal
 
 from experiments.lib.experiment import run
 from experiments.lib.options import option
@@ -63,19 +63,6 @@ FRACTIONS = (0.4, 0.8)  # of the sustained rate, run for the curves
 PAPER_GAIN = {("basic", 1): 1.3, ("beam", 6): 2.3}  # over Orca (Oracle), Alpaca
 
 
-class Case(NamedTuple):
-    """What one system sustains, in requests/s."""
-
-    method: str
-    width: int
-    system: str
-    rate: float | None  # None: the objective is not met at any rate
-    gain: float | None  # of paging over it
-    paper: float | None  # of paging over Orca (Oracle)
-    batch_size: float | None  # sequences, mean over time at that rate
-    preemptions: int | None
-
-
 def params_of(method: str, width: int) -> SamplingParams:
     if method == "beam":
         return SamplingParams(beam_width=width, temperature=0)
@@ -90,18 +77,20 @@ def kind_of(found: Sustained) -> tuple[str, int]:
     return ("parallel" if params.n > 1 else "basic"), params.n
 
 
-def case_of(found: Sustained, gain: float | None) -> Case:
-    kind, load, at = kind_of(found), found.load, found.point
+def row_of(found: Sustained, gain: float | None) -> dict[str, Any]:
+    """What one system sustains, in requests/s."""
+    (method, width), load, at = kind_of(found), found.load, found.point
     is_papers = load.system == "orca_oracle" and load.lengths == "alpaca"
-    return Case(
-        *kind,
-        load.system,
-        found.rate,
-        gain,
-        PAPER_GAIN.get(kind) if is_papers else None,
-        None if at is None else at.mean_batch_size,
-        None if at is None else at.num_preemptions,
-    )
+    return {
+        "method": method,
+        "width": width,
+        "system": load.system,
+        "rate": found.rate,  # None: the objective is not met at any rate
+        "gain": gain,  # of paging over it
+        "paper": PAPER_GAIN.get((method, width)) if is_papers else None,
+        "batch_size": at and at.mean_batch_size,  # sequences, at that rate
+        "preemptions": at and at.num_preemptions,
+    }
 
 
 def main(config: Config) -> None:
@@ -128,7 +117,7 @@ def main(config: Config) -> None:
     report(
         f"Sustained within {config.objective_s:g} s per output token: {deployment.name}, "
         f"{config.lengths}",
-        [case_of(found, gain) for found, gain in with_gains(panels.values())],
+        [row_of(found, gain) for found, gain in with_gains(panels.values())],
         config,
         duration_s=config.duration_s,
     )

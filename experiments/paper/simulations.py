@@ -215,14 +215,7 @@ def find_all(
     )
     # Short requests are many, and paging serves the most.
     order = sorted(loads, key=lambda load: (load.lengths != "alpaca", load.system != "paged"))
-    found = grid(
-        find,
-        order,
-        config,
-        unit="system",
-        description="sustained rates",
-        processes=config.processes,
-    )
+    found = grid(find, order, config, unit="system", processes=config.processes)
     return [found[order.index(load)] for load in loads]
 
 

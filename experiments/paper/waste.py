@@ -1,8 +1,7 @@
 """Where a pool's KV slots go over a run, in the categories of the paper's Figure 2."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 from matplotlib.axes import Axes
@@ -32,9 +31,9 @@ class Waste:
     waited_percent: float  # of the time of the iterations
 
     @property
-    def shares(self) -> list[float]:
+    def shares(self) -> dict[str, float]:
         """By `CATEGORIES`."""
-        return [getattr(self, name) for name in CATEGORIES]
+        return {name: getattr(self, name) for name in CATEGORIES}
 
     @property
     def used_as_tokens(self) -> float:
@@ -68,19 +67,31 @@ def waste_of(iterations: Sequence[IterationStats]) -> Waste:
     )
 
 
-def plot_shares(axes: Axes, x: float, shares: Sequence[float], width: float) -> None:
-    """A bar of shares by `CATEGORIES`, on top of each other."""
-    bottom = 0.0
-    for share, colour in zip(shares, COLOURS, strict=True):
-        axes.bar(x, share, width, bottom=bottom, color=colour)
-        if share > 4:
-            middle = bottom + share / 2
-            axes.text(x, middle, f"{share:.1f}", ha="center", va="center", fontsize=7)
-        bottom += share
+def plot_shares(axes: Axes, groups: Mapping[str, Mapping[str, Sequence[float]]]) -> None:
+    """Bars of shares by `CATEGORIES`, on top of each other.
 
-
-def share_legend(owner: Any, **options: Any) -> None:
-    """The legend of such bars, on a figure or on axes."""
-    names = ("token states", "reservation", "internal", "external", "free")
-    handles = [Patch(color=colour) for colour in COLOURS]
-    owner.legend(handles, names, ncols=5, **options)
+    groups: by the label of a group, its bars by name, which stand beside each other.
+    """
+    width = 0.8 / max(len(bars) for bars in groups.values())
+    ticks: dict[float, str] = {}
+    for place, (label, bars) in enumerate(groups.items()):
+        for number, (name, shares) in enumerate(bars.items()):
+            x, bottom = place + width * number, 0.0
+            ticks[x] = name
+            for share, colour in zip(shares, COLOURS, strict=True):
+                axes.bar(x, share, width * 0.92, bottom=bottom, color=colour)
+                if share > 4:
+                    middle = bottom + share / 2
+                    axes.text(x, middle, f"{share:.1f}", ha="center", va="center", fontsize=7)
+                bottom += share
+        axes.text(place + width * (len(bars) - 1) / 2, 102, label, ha="center")
+    axes.set_xticks(list(ticks), list(ticks.values()), fontsize=7, rotation=60)
+    axes.set_ylim(0, 108)
+    axes.legend(
+        [Patch(color=colour) for colour in COLOURS],
+        ["token states", "reservation", "internal", "external", "free"],
+        loc="lower center",
+        bbox_to_anchor=(0.5, 1),
+        ncols=5,
+        fontsize=8,
+    )
