@@ -51,9 +51,11 @@ from paged_jax.simulation.setups import (
 @dataclass(frozen=True, kw_only=True)
 class Config(SearchOptions):
     model: str = option(
-        "OPT-13B", f"{', '.join(MODEL_SHAPES)}, a Hugging Face folder or a .gguf file."
+        "OPT-13B",
+        f"This model is planned for: {', '.join(MODEL_SHAPES)}, a Hugging Face folder or a .gguf "
+        "file.",
     )
-    gpu: str = option("A100-40GB", f"One of {', '.join(GPUS)}.")
+    gpu: str = option("A100-40GB", f"It runs on GPUs of this kind: {', '.join(GPUS)}.")
     num_gpus: int = option(1, "The model is split among so many GPUs.", least=1)
     memory_gib: float | None = option(
         None, "Each GPU has so much memory (GiB). By default its own.", least=0
@@ -262,7 +264,8 @@ def plot(
     """Memory on the left; throughput against batch size, with what each system reaches, beside."""
     figure, axes = plt.subplots(1, 2, figsize=(9, 3.6), width_ratios=(1, 2), layout="constrained")
     plot_memory(axes[0], deployment)
-    axes[1].plot(*zip(*[(point[0], point[2]) for point in points], strict=True), color="0.6")
+    sizes, _, speeds = zip(*points, strict=True)
+    axes[1].plot(sizes, speeds, color="0.6")
     for label, size in batch_sizes.items():
         nearest = points[min(max(round(size), 1), len(points)) - 1]
         axes[1].plot(size, nearest.tokens_per_s, "o", label=f"{label}: {size:.1f}")
