@@ -291,7 +291,9 @@ def plot_memory(axes: Axes, deployment: Deployment) -> None:
 def main(config: Config) -> None:
     deployment, sizes = plan(config)
     setups = setup_rows()
-    print_table("The paper's set-ups (KV slots)", list(setups[0]), [row.values() for row in setups])
+    print_table(
+        "The paper's set-ups (KV slots)", list(setups[0]), [list(row.values()) for row in setups]
+    )
     print(note_on_length(config.lengths, deployment.model.max_model_len, config.seed))
     print_table(deployment.name, ["figure", "value"], sizes.items())
     systems = system_rows(config, deployment) if config.simulate else []
@@ -300,7 +302,7 @@ def main(config: Config) -> None:
             f"Simulated, {config.lengths}: overloaded, and the rate sustained within "
             f"{config.objective_s:g} s per output token",
             list(systems[0]),
-            [row.values() for row in systems],
+            [list(row.values()) for row in systems],
         )
     batch_sizes = {row["system"]: row["batch_size"] for row in systems}
     largest = max([*batch_sizes.values(), 40.0])

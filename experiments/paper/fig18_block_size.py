@@ -64,7 +64,7 @@ class Config(SimulationOptions):
     )
     real_block_size: tuple[int, ...] = option(
         (1, 4, 16, 64, 256),
-        "The real model's blocks have so many slots.",
+        "Real blocks have so many slots.",
         quick=(4, 16, 64),
         least=1,
     )
@@ -294,7 +294,7 @@ def plot(groups: dict[tuple[str, str], list[Row]], config: Config) -> None:
     picture, axes = figures.panels(1, len(labels), size=(4, 3.8))
     sizes = sorted({row.block_size for rows in groups.values() for row in rows})
     for panel, (name, label) in zip(axes[0], labels.items(), strict=True):
-        for (run, workload), rows in groups.items():
+        for (kind, workload), rows in groups.items():
             values = [getattr(row, name) for row in rows]
             highest = max(values) if name == "tokens_per_s" else 1.0
             points = [
@@ -303,8 +303,8 @@ def plot(groups: dict[tuple[str, str], list[Row]], config: Config) -> None:
             ]
             figures.lines(
                 panel,
-                {f"{run}, {workload}": points},
-                {"simulated": "o-", "real": "s--"}[run],
+                {f"{kind}, {workload}": points},
+                {"simulated": "o-", "real": "s--"}[kind],
                 color=f"C{config.workloads.index(workload)}",
             )
         panel.set(xlabel="block size (tokens)", ylabel=label)
@@ -330,15 +330,17 @@ def main(config: Config) -> None:
     }
     best = [
         {
-            "run": run,
+            "run": kind,
             "workload": workload,
             "best": ", ".join(map(str, best_block_sizes(group))),
             "paper": paper_best(workload),
         }
-        for (run, workload), group in groups.items()
+        for (kind, workload), group in groups.items()
     ]
     report("Block sizes", rows, config, best=best)
-    print_table("Within 5 % of the lowest latency", list(best[0]), [row.values() for row in best])
+    print_table(
+        "Within 5 % of the lowest latency", list(best[0]), [list(row.values()) for row in best]
+    )
     plot(groups, config)
 
 

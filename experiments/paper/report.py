@@ -8,25 +8,33 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from experiments.costs import length_shapes
 from experiments.lib import reporting
+from experiments.paper import (
+    fig01_capacity,
+    fig02_memory_waste,
+    fig12_throughput,
+    fig13_batched_requests,
+    fig14_parallel_and_beam,
+    fig18_block_size,
+)
 from experiments.paper import measured_claims as measured
-from experiments.paper import simulated_claims as simulated
 from experiments.paper.claims import Claim
 from experiments.paper.reproduce_plan import Outcome, Step
 
 CLAIMS: dict[str, Callable[[dict[str, Any]], list[Claim]]] = {
-    "capacity": simulated.capacity,
-    "memory_waste": simulated.memory_waste,
-    "throughput": simulated.throughput,
-    "batched_requests": simulated.batched_requests,
-    "parallel_and_beam": simulated.parallel_and_beam,
-    "length_shapes": simulated.length_shapes,
+    "capacity": fig01_capacity.claims,
+    "memory_waste": fig02_memory_waste.claims,
+    "throughput": fig12_throughput.claims,
+    "batched_requests": fig13_batched_requests.claims,
+    "parallel_and_beam": fig14_parallel_and_beam.claims,
+    "length_shapes": length_shapes.claims,
     "memory_sharing": measured.memory_sharing,
     "shared_prefix": measured.shared_prefix,
     "chatbot": measured.chatbot,
     "kernel_latency": measured.kernel_latency,
     "decode_step": measured.decode_step,
-    "block_size": simulated.block_size,
+    "block_size": fig18_block_size.claims,
     "validate_simulator": measured.validate_simulator,
     "preemption": measured.preemption,
     "tail_latency": measured.tail_latency,
