@@ -291,9 +291,8 @@ def plot_memory(axes: Axes, deployment: Deployment) -> None:
 def main(config: Config) -> None:
     deployment, sizes = plan(config)
     setups = setup_rows()
-    print_table(
-        "The paper's set-ups (KV slots)", list(setups[0]), [list(row.values()) for row in setups]
-    )
+    values = [list(row.values()) for row in setups]
+    print_table("The paper's set-ups (KV slots)", list(setups[0]), values)
     print(note_on_length(config.lengths, deployment.model.max_model_len, config.seed))
     print_table(deployment.name, ["figure", "value"], sizes.items())
     systems = system_rows(config, deployment) if config.simulate else []

@@ -338,9 +338,8 @@ def main(config: Config) -> None:
         for (kind, workload), group in groups.items()
     ]
     report("Block sizes", rows, config, best=best)
-    print_table(
-        "Within 5 % of the lowest latency", list(best[0]), [list(row.values()) for row in best]
-    )
+    values = [list(row.values()) for row in best]
+    print_table("Within 5 % of the lowest latency", list(best[0]), values)
     plot(groups, config)
 
 

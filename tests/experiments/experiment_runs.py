@@ -2,6 +2,7 @@
 
 import csv
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -24,12 +25,16 @@ def run_experiment(name: str, out_dir: Path, *arguments: str) -> subprocess.Comp
 
 
 def results_of(name: str, out_dir: Path, *arguments: str) -> tuple[dict, str]:
-    """(results.json, stdout), once it has been seen that all files are there."""
+    """(results.json, stdout), once it has been seen that all files are there.
+
+    The picture has the name of the script, without the number of the paper's figure.
+    """
     result = run_experiment(name, out_dir, *arguments)
     assert result.returncode == 0, result.stderr
     results = json.loads((out_dir / "results.json").read_text())
     assert results["environment"]["jax"]
     with (out_dir / "results.csv").open() as file:
         assert len(list(csv.DictReader(file))) == len(results["cases"])
-    assert (out_dir / f"{name}.png").read_bytes().startswith(b"\x89PNG")
+    picture = re.sub(r"fig\d+_", "", name.rpartition(".")[2])
+    assert (out_dir / f"{picture}.png").read_bytes().startswith(b"\x89PNG")
     return results, result.stdout

@@ -4,13 +4,12 @@ import re
 from dataclasses import replace
 
 import pytest
-from experiments.paper.block_sizes import Row, best_block_sizes, held_figures
-from experiments.paper.systems import SYSTEMS, chosen_systems
 
 from experiments.paper import simulations
 from experiments.paper.fig01_capacity import memory_shares, throughput_by_batch
+from experiments.paper.fig18_block_size import Row, best_block_sizes, held_figures
 from experiments.paper.requests import LENGTHS, draw, note_on_length, poisson_requests
-from experiments.paper.setups import SETUPS, find_setup
+from experiments.paper.setups import SETUPS, SYSTEMS, chosen_systems, find_setup
 from experiments.paper.simulations import Load, Point, find_sustained, serve_at
 
 OPT_13B = SETUPS["OPT-13B"].deployment
