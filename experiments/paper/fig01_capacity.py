@@ -33,8 +33,8 @@ from experiments.lib.options import option
 from experiments.lib.reporting import print_table, write_results
 from experiments.paper.claims import Claim, Results, Rows
 from experiments.paper.requests import LENGTHS, draw, note_on_length
-from experiments.paper.setups import GIB, SETUPS, SYSTEMS, Deployment, chosen_systems
-from experiments.paper.simulations import Load, SearchOptions, find_all, overloaded
+from experiments.paper.setups import GIB, SETUPS, SYSTEMS, Deployment
+from experiments.paper.simulations import SearchOptions, find_panels, loads_of, overloaded
 from paged_jax.memory.sizing import num_blocks_in, num_sequences_in, room_for_kv
 from paged_jax.models.config import ModelConfig
 from paged_jax.simulation.cost_model import RooflineCost, StepWork
@@ -201,34 +201,24 @@ def memory_shares(deployment: Deployment) -> dict[str, float]:
 
 def system_rows(config: Config, deployment: Deployment) -> Rows:
     """Each simulated system, overloaded and at the rate that it sustains."""
-    loads = [
-        Load(
-            system.name,
-            deployment,
-            config.lengths,
-            config.duration_s,
-            seed=config.seed,
-            block_size=config.block_size,
-        )
-        for system in chosen_systems(config.systems)
-    ]
+    loads = loads_of(
+        config, deployment, config.lengths, config.duration_s, block_size=config.block_size
+    )
     # Paging, which comes last, takes longest.
     full = grid(overloaded, loads[::-1], config, unit="system", processes=config.processes)[::-1]
-    searches = find_all(loads, config)
-    rows = []
-    for point, found in zip(full, searches, strict=True):
-        wasted = point.reserved + point.internal + point.external
-        rows.append(
-            {
-                "system": SYSTEMS[found.load.system].label,
-                "batch_size": point.mean_batch_size,
-                "tokens_percent": 100 * point.token_states,  # of the pool
-                "waste_percent": 100 * wasted,  # reserved, internal and external
-                "free_percent": 100 * (1 - point.token_states - wasted),
-                "rate": found.rate,  # requests/s
-            }
-        )
-    return rows
+    [searches] = find_panels({(): loads}, config).values()
+    return [
+        {
+            "system": SYSTEMS[found.load.system].label,
+            "batch_size": point.mean_batch_size,
+            "tokens_percent": 100 * point.token_states,  # of the pool
+            "waste_percent": 100 * (point.reserved + point.internal + point.external),
+            "free_percent": 100
+            * (1 - point.token_states - point.reserved - point.internal - point.external),
+            "rate": found.rate,  # requests/s
+        }
+        for point, found in zip(full, searches, strict=True)
+    ]
 
 
 class BatchPoint(NamedTuple):

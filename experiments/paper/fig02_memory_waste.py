@@ -36,7 +36,7 @@ from experiments.paper.claims import Claim, Results, Rows, chosen, rising
 from experiments.paper.fig13_batched_requests import PAPER_BATCH_SIZE
 from experiments.paper.requests import LENGTHS
 from experiments.paper.setups import OPT_13B, ORCA, SYSTEMS, System, chosen_systems
-from experiments.paper.simulations import Load, SystemOptions
+from experiments.paper.simulations import Load, SystemOptions, loads_of
 from experiments.paper.waste import CATEGORIES, Waste, plot_shares, waste_of
 from paged_jax import Engine, SamplingParams
 from paged_jax.loading import load_config
@@ -140,21 +140,13 @@ def simulated_waste(item: tuple[Load, float]) -> Waste:
     return waste_of(load.simulate(rate, cut=True).iterations)
 
 
-def simulated_rows(config: Config, systems: list[System]) -> Rows:
+def simulated_rows(config: Config) -> Rows:
     items = [
-        (
-            Load(
-                system.name,
-                OPT_13B,
-                lengths,
-                config.duration_s,
-                seed=config.seed,
-                block_size=config.block_size,
-            ),
-            config.rate or (120.0 if lengths == "alpaca" else 4.0),
-        )
+        (load, config.rate or (120.0 if lengths == "alpaca" else 4.0))
         for lengths in config.lengths
-        for system in systems
+        for load in loads_of(
+            config, OPT_13B, lengths, config.duration_s, block_size=config.block_size
+        )
     ]
     wastes = grid(simulated_waste, items, config, unit="run", processes=config.processes)
     return [
@@ -300,7 +292,7 @@ def main(config: Config) -> None:
     systems = chosen_systems(config.systems)
     rows: Rows = []
     if "simulated" in config.runs:
-        rows += simulated_rows(config, systems)
+        rows += simulated_rows(config)
     if "real" in config.runs:
         rows += real_rows(config, systems)
     explanations = explain(rows, config.block_size)

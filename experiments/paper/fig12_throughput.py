@@ -24,7 +24,6 @@ results.csv, curves.csv and throughput.png.
 """
 
 from dataclasses import dataclass
-from itertools import groupby
 from typing import Any
 
 import numpy as np
@@ -34,15 +33,15 @@ from experiments.lib.options import option
 from experiments.lib.reporting import report, write_csv
 from experiments.paper.claims import Claim, Results, Rows, chosen, figure, rising
 from experiments.paper.requests import LENGTHS, draw, note_on_length
-from experiments.paper.setups import MAX_NUM_SEQS, SETUPS, SYSTEMS, chosen_systems, find_setup
+from experiments.paper.setups import MAX_NUM_SEQS, SETUPS, SYSTEMS, find_setup
 from experiments.paper.simulations import (
-    Load,
     SearchOptions,
     Sustained,
     curve_rows,
-    find_all,
+    find_panels,
+    gains,
+    loads_of,
     plot_curves,
-    with_gains,
 )
 
 
@@ -66,16 +65,11 @@ class Config(SearchOptions):
 
 
 FRACTIONS = (0.3, 0.6, 0.8, 0.9)  # of the sustained rate, run for the curves
-# Lowest and highest rate of paging over the system's, on ShareGPT (section 6.2).
-PAPER_GAIN = {"faster_transformer": (None, 22), "orca_max": (2.7, 8), "orca_oracle": (1.7, 2.7)}
-
-
-def paper_gain(system: str) -> str | None:
-    """The paper's gains over the system, in words."""
-    if system not in PAPER_GAIN:
-        return None
-    low, high = PAPER_GAIN[system]
-    return f"up to {high:g}" if low is None else f"{low:g} to {high:g}"
+PAPER_GAIN = {
+    "faster_transformer": "up to 22",
+    "orca_max": "2.7 to 8",
+    "orca_oracle": "1.7 to 2.7",
+}  # on ShareGPT (section 6.2)
 
 
 def relative_length(lengths: str, seed: int) -> float:
@@ -87,14 +81,9 @@ def relative_length(lengths: str, seed: int) -> float:
     return mean_output(lengths) / mean_output("sharegpt")
 
 
-def panel_of(found: Sustained) -> tuple[str, str]:
-    """The model and the lengths that systems are compared on."""
-    return found.load.deployment.model.name, found.load.lengths
-
-
-def row_of(found: Sustained, gain: float | None) -> dict[str, Any]:
+def row_of(model: str, found: Sustained, gain: float | None) -> dict[str, Any]:
     """What one system sustains, in requests/s; latencies in ms per output token."""
-    (model, lengths), system, at = panel_of(found), found.load.system, found.point
+    system, lengths, at = found.load.system, found.load.lengths, found.point
     unloaded_s = found.points[0].normalised_latency_s if found.points else None
     return {
         "model": model,
@@ -102,7 +91,7 @@ def row_of(found: Sustained, gain: float | None) -> dict[str, Any]:
         "system": system,
         "rate": found.rate,  # None: the objective is not met at any rate
         "gain": gain,  # of paging over it
-        "paper": paper_gain(system) if lengths.startswith("sharegpt") else None,
+        "paper": PAPER_GAIN.get(system) if lengths.startswith("sharegpt") else None,
         "batch_size": at and at.mean_batch_size,  # at that rate
         "tokens_percent": at and 100 * at.token_states,  # in the pool, at that rate
         "unloaded_ms": unloaded_s and 1e3 * unloaded_s,  # at the lowest rate that was run
@@ -113,28 +102,29 @@ def main(config: Config) -> None:
     setups = [find_setup(model) for model in config.models]
     for name in config.lengths:
         print(note_on_length(name, setups[0].model.max_model_len, config.seed))
-    loads = [
-        Load(
-            system.name,
+    loads = {
+        (setup.model_name, lengths): loads_of(
+            config,
             setup.deployment,
             lengths,
             config.duration_s * relative_length(lengths, config.seed),
-            seed=config.seed,
         )
         for lengths in config.lengths
         for setup in setups
-        for system in chosen_systems(config.systems)
-    ]
-    searches = find_all(
+    }
+    panels = find_panels(
         loads,
         config,
         precision=0.04 if config.quick else 0.02,
         fractions=FRACTIONS[1::2] if config.quick else FRACTIONS,
     )
-    panels = {panel: list(compared) for panel, compared in groupby(searches, panel_of)}
     report(
         f"Sustained within {config.objective_s:g} s per output token",
-        [row_of(found, gain) for found, gain in with_gains(panels.values())],
+        [
+            row_of(model, found, gain)
+            for (model, _), compared in panels.items()
+            for found, gain in zip(compared, gains(compared), strict=True)
+        ],
         config,
         duration_s=config.duration_s,
         slots={setup.model_name: setup.num_slots for setup in setups},
@@ -176,11 +166,11 @@ def gain_claims(model: str, rows: Rows) -> list[Claim]:
     claimed = []
     for row in (*chosen(rows, system="orca_oracle"), *chosen(rows, system="orca_max")):
         system, gain = row["system"], row["gain"]
-        least = PAPER_GAIN[system][0]
+        least = float(PAPER_GAIN[system].split()[0])
         claimed.append(
             Claim(
                 f"{model}, ShareGPT: request rate of paging over {SYSTEMS[system].label}",
-                paper_gain(system) or "",
+                PAPER_GAIN[system],
                 figure(gain),
                 f"at least {least}",
                 gain is not None and gain >= least,
@@ -189,13 +179,13 @@ def gain_claims(model: str, rows: Rows) -> list[Claim]:
                 "with an empty pool, which paging takes longer to fill",
             )
         )
-    most = PAPER_GAIN["faster_transformer"][1]
+    most = int(PAPER_GAIN["faster_transformer"].split()[-1])
     for row in chosen(rows, system="faster_transformer"):
         for orca in chosen(rows, system="orca_max", lengths=row["lengths"]):
             claimed.append(
                 Claim(
                     f"{model}, ShareGPT: paging over FasterTransformer",
-                    paper_gain("faster_transformer") or "",
+                    PAPER_GAIN["faster_transformer"],
                     figure(row["gain"]),
                     f"more than over Orca (Max), and not above {most}",
                     row["gain"] is not None and (orca["gain"] or 0.0) < row["gain"] <= most,

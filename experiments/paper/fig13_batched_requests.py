@@ -29,8 +29,8 @@ from experiments.lib.options import option
 from experiments.lib.reporting import report
 from experiments.paper.claims import Claim, Results, within
 from experiments.paper.requests import note_on_length
-from experiments.paper.setups import SETUPS, SYSTEMS, chosen_systems, find_setup
-from experiments.paper.simulations import Load, SystemOptions, serve_at
+from experiments.paper.setups import SETUPS, SYSTEMS, find_setup
+from experiments.paper.simulations import Load, SystemOptions, loads_of, serve_at
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -105,13 +105,13 @@ def plot(rows: list[dict[str, Any]], out_dir: str) -> None:
 
 def main(config: Config) -> None:
     deployment = find_setup(config.model).deployment
-    loads = [parse_load(text) for text in config.loads]
-    for lengths in dict.fromkeys(lengths for lengths, _ in loads):
+    panels = [parse_load(text) for text in config.loads]
+    for lengths in dict.fromkeys(lengths for lengths, _ in panels):
         print(note_on_length(lengths, deployment.model.max_model_len, config.seed))
     items = [
-        (Load(system.name, deployment, lengths, config.duration_s, seed=config.seed), rate)
-        for lengths, rate in loads
-        for system in chosen_systems(config.systems)
+        (load, rate)
+        for lengths, rate in panels
+        for load in loads_of(config, deployment, lengths, config.duration_s)
     ]
     # Short requests and paging, which come last, take longest.
     rows = grid(measure, items[::-1], config, unit="run", processes=config.processes)[::-1]

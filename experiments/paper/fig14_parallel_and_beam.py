@@ -19,7 +19,7 @@ results.csv, curves.csv and parallel_and_beam.png.
 """
 
 from dataclasses import dataclass
-from itertools import groupby
+from itertools import product
 from typing import Any, Literal
 
 from experiments.lib.experiment import run
@@ -27,15 +27,15 @@ from experiments.lib.options import option
 from experiments.lib.reporting import report, write_csv
 from experiments.paper.claims import Claim, Results, chosen, figure, rising, within
 from experiments.paper.requests import LENGTHS, note_on_length
-from experiments.paper.setups import ORCA, SETUPS, SYSTEMS, chosen_systems, find_setup
+from experiments.paper.setups import ORCA, SETUPS, SYSTEMS, find_setup
 from experiments.paper.simulations import (
-    Load,
     SearchOptions,
     Sustained,
     curve_rows,
-    find_all,
+    find_panels,
+    gains,
+    loads_of,
     plot_curves,
-    with_gains,
 )
 from paged_jax.sampling_params import SamplingParams
 
@@ -69,17 +69,9 @@ def params_of(method: str, width: int) -> SamplingParams:
     return SamplingParams(n=width, temperature=1.0)
 
 
-def kind_of(found: Sustained) -> tuple[str, int]:
-    """The method and the width that systems are compared on."""
-    params = found.load.params
-    if params.beam_width:
-        return "beam", params.beam_width
-    return ("parallel" if params.n > 1 else "basic"), params.n
-
-
-def row_of(found: Sustained, gain: float | None) -> dict[str, Any]:
+def row_of(method: str, width: int, found: Sustained, gain: float | None) -> dict[str, Any]:
     """What one system sustains, in requests/s."""
-    (method, width), load, at = kind_of(found), found.load, found.point
+    load, at = found.load, found.point
     is_papers = load.system == "orca_oracle" and load.lengths == "alpaca"
     return {
         "method": method,
@@ -96,28 +88,21 @@ def row_of(found: Sustained, gain: float | None) -> dict[str, Any]:
 def main(config: Config) -> None:
     deployment = find_setup(config.model).deployment
     print(note_on_length(config.lengths, deployment.model.max_model_len, config.seed))
-    kinds = [
-        ("basic", 1),
-        *((method, width) for method in config.methods for width in config.widths),
-    ]
-    loads = [
-        Load(
-            system.name,
-            deployment,
-            config.lengths,
-            config.duration_s,
-            seed=config.seed,
-            params=params_of(method, width),
+    loads = {
+        kind: loads_of(
+            config, deployment, config.lengths, config.duration_s, params=params_of(*kind)
         )
-        for method, width in kinds
-        for system in chosen_systems(config.systems)
-    ]
-    searches = find_all(loads, config, fractions=FRACTIONS)
-    panels = {kind: list(compared) for kind, compared in groupby(searches, kind_of)}
+        for kind in [("basic", 1), *product(config.methods, config.widths)]
+    }
+    panels = find_panels(loads, config, fractions=FRACTIONS)
     report(
         f"Sustained within {config.objective_s:g} s per output token: {deployment.name}, "
         f"{config.lengths}",
-        [row_of(found, gain) for found, gain in with_gains(panels.values())],
+        [
+            row_of(method, width, found, gain)
+            for (method, width), compared in panels.items()
+            for found, gain in zip(compared, gains(compared), strict=True)
+        ],
         config,
         duration_s=config.duration_s,
     )
@@ -145,9 +130,9 @@ def claims(results: Results) -> list[Claim]:
         for row in rows
         if row["paper"] is not None
     ]
-    gains = {(row["method"], row["width"]): row["gain"] for row in rows}
-    basic = gains.get(("basic", 1))
-    beams = [gain for (method, _), gain in sorted(gains.items()) if method == "beam"]
+    by_kind = {(row["method"], row["width"]): row["gain"] for row in rows}
+    basic = by_kind.get(("basic", 1))
+    beams = [gain for (method, _), gain in sorted(by_kind.items()) if method == "beam"]
     if basic is not None and beams:
         claimed.append(
             Claim(

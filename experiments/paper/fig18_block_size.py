@@ -44,7 +44,7 @@ from experiments.paper.requests import LENGTHS, SHARED_PREFIXES, draw, note_on_l
 from experiments.paper.setups import SETUPS, find_setup
 from experiments.paper.simulations import Load, overloaded, serve_at
 from paged_jax import Engine, SamplingParams
-from paged_jax.loading import LoadedModel, load_model
+from paged_jax.loading import load_model
 from paged_jax.memory.sizing import kv_bytes_per_token
 from paged_jax.workloads import VocabRange
 
@@ -63,10 +63,7 @@ class Config(SimulationOptions):
         (1, 2, 4, 8, 16, 32, 64, 128, 256), "Simulated blocks have so many slots.", least=1
     )
     real_block_size: tuple[int, ...] = option(
-        (1, 4, 16, 64, 256),
-        "Real blocks have so many slots.",
-        quick=(4, 16, 64),
-        least=1,
+        (1, 4, 16, 64, 256), "Real blocks have so many slots.", quick=(4, 16, 64), least=1
     )
     deployment: str = option("OPT-13B", "The paper's set-up that is simulated.", choices=SETUPS)
     duration_s: float = option(
@@ -86,9 +83,10 @@ class Config(SimulationOptions):
     rounds: int = option(3, "The real model serves all requests so often.", quick=1, least=1)
 
 
-PAPER_BEST = {"sharegpt": (16, 128), "alpaca": (16, 32)}
+PAPER_BEST = {"sharegpt": "16 to 128", "alpaca": "16 to 32"}
 REFERENCE = 16  # the block size that decides the rate of the latencies
 TABLE_ENTRY_BYTES = 4
+loaded = cache(load_model)
 
 
 class Row(NamedTuple):
@@ -207,11 +205,6 @@ def real_rows(config: Config, block_size: int) -> list[Row]:
         engine.close()
 
 
-@cache
-def loaded(model: str) -> LoadedModel:
-    return load_model(model)
-
-
 def real_row(config: Config, engine: Engine, workload: str) -> Row:
     """All requests are there at the start, their outputs cut."""
     vocab = VocabRange(0, engine.config.vocab_size)
@@ -277,12 +270,6 @@ def best_block_sizes(rows: Sequence[Row], tolerance: float = 0.05) -> list[int]:
     return [size for size, latency in latencies.items() if latency <= (1 + tolerance) * lowest]
 
 
-def paper_best(workload: str) -> str | None:
-    """The paper's best block sizes, in words."""
-    best = PAPER_BEST.get(workload.partition("_")[0])
-    return None if best is None else f"{best[0]} to {best[1]}"
-
-
 def plot(groups: dict[tuple[str, str], list[Row]], config: Config) -> None:
     """Throughput, latency, waste and hits against block size, a line per run and workload."""
     labels = {
@@ -333,7 +320,7 @@ def main(config: Config) -> None:
             "run": kind,
             "workload": workload,
             "best": ", ".join(map(str, best_block_sizes(group))),
-            "paper": paper_best(workload),
+            "paper": PAPER_BEST.get(workload.partition("_")[0]),
         }
         for (kind, workload), group in groups.items()
     ]
@@ -367,7 +354,7 @@ def claims(results: Results) -> list[Claim]:
 
 
 def best_claim(row: dict[str, Any]) -> Claim:
-    low, high = PAPER_BEST[row["workload"].partition("_")[0]]
+    low, high = map(int, row["paper"].split(" to "))
     best = [int(size) for size in row["best"].split(", ")]
     is_papers = REFERENCE in best or all(low <= size <= high for size in best)
     is_simulated = row["run"] == "simulated"

@@ -1,6 +1,6 @@
 """Simulated runs: a system of the paper's at a request rate, and the rate that it sustains."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -12,7 +12,7 @@ from experiments.lib import figures
 from experiments.lib.experiment import grid
 from experiments.lib.options import SimulationOptions, option
 from experiments.paper.requests import poisson_requests
-from experiments.paper.setups import ORCA, SYSTEMS, Deployment
+from experiments.paper.setups import ORCA, SYSTEMS, Deployment, chosen_systems
 from paged_jax.sampling_params import SamplingParams
 from paged_jax.simulation.results import SimulatedRun
 from paged_jax.simulation.run import simulate
@@ -86,6 +86,16 @@ class Load:
         )
 
 
+def loads_of(
+    config: SystemOptions, deployment: Deployment, lengths: str, duration_s: float, **options: Any
+) -> list[Load]:
+    """The same requests for each system that is compared."""
+    return [
+        Load(system.name, deployment, lengths, duration_s, seed=config.seed, **options)
+        for system in chosen_systems(config.systems)
+    ]
+
+
 @dataclass(frozen=True)
 class Point:
     """A load at one rate. Averages are over time."""
@@ -143,13 +153,14 @@ def first_rate(load: Load) -> float:
 
 # A search
 
+Panel = tuple[Any, ...]  # what the systems of a panel have in common
+
 
 @dataclass(frozen=True)
 class Sustained:
     """The highest rate at which a load's mean normalised latency stays within an objective."""
 
     load: Load
-    objective_s: float
     rate: float | None  # requests/s; None: it does not, however slowly requests come
     points: list[Point]  # all runs of the search, by rate
 
@@ -178,7 +189,7 @@ def find_sustained(
         return latency is not None and latency <= objective_s
 
     def found(rate: float | None) -> Sustained:
-        return Sustained(load, objective_s, rate, [points[rate] for rate in sorted(points)])
+        return Sustained(load, rate, [points[rate] for rate in sorted(points)])
 
     low, high = 0.0, first_rate(load)
     while low == 0.0 and high * load.duration_s >= MIN_REQUESTS:
@@ -202,32 +213,29 @@ def find_sustained(
     return found(low)
 
 
-def find_all(
-    loads: Sequence[Load],
+def find_panels(
+    panels: Mapping[Panel, Sequence[Load]],
     config: SearchOptions,
     *,
     precision: float = 0.02,
     fractions: Sequence[float] = (),
-) -> list[Sustained]:
-    """`find_sustained` of each load, in their order."""
+) -> dict[Panel, list[Sustained]]:
+    """`find_sustained` of the systems that each panel of a figure compares."""
     find = partial(
         find_sustained, objective_s=config.objective_s, precision=precision, fractions=fractions
     )
+    loads = [load for compared in panels.values() for load in compared]
     # Short requests are many, and paging serves the most.
-    order = sorted(loads, key=lambda load: (load.lengths != "alpaca", load.system != "paged"))
-    found = grid(find, order, config, unit="system", processes=config.processes)
-    return [found[order.index(load)] for load in loads]
+    loads.sort(key=lambda load: (load.lengths != "alpaca", load.system != "paged"))
+    searches = grid(find, loads, config, unit="system", processes=config.processes)
+    found = dict(zip(loads, searches, strict=True))
+    return {panel: [found[load] for load in compared] for panel, compared in panels.items()}
 
 
-def with_gains(panels: Iterable[Sequence[Sustained]]) -> list[tuple[Sustained, float | None]]:
-    """Each search, and paging's rate over its own in the same panel; None where one has no rate."""
-    gains = []
-    for compared in panels:
-        paged = next((found.rate for found in compared if found.load.system == "paged"), None)
-        gains += [
-            (found, paged / found.rate if paged and found.rate else None) for found in compared
-        ]
-    return gains
+def gains(compared: Sequence[Sustained]) -> list[float | None]:
+    """Paging's rate over that of each system; None where one has no rate."""
+    paged = next((found.rate for found in compared if found.load.system == "paged"), None)
+    return [paged / found.rate if paged and found.rate else None for found in compared]
 
 
 # Curves of latency against rate
@@ -236,9 +244,9 @@ SHOWN_LATENCY_S = 1.0  # of the vertical axes, as the paper's
 
 
 def curve_rows(
-    panels: Mapping[tuple[Any, ...], Sequence[Sustained]], names: Sequence[str]
+    panels: Mapping[Panel, Sequence[Sustained]], names: Sequence[str]
 ) -> list[dict[str, Any]]:
-    """All runs of all searches, by rate; the key of a panel has the values of `names`."""
+    """All runs of all searches, by rate; `names` are those of the panels' values."""
     return [
         {
             **dict(zip(names, panel, strict=True)),

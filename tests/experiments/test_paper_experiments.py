@@ -76,8 +76,8 @@ def test_block_sizes_are_compared_simulated_and_on_a_model(tmp_path):
     results, stdout = results_of(
         "paper.fig18_block_size", tmp_path, "--quick", ONE_PROCESS, "--duration_s=4",
         "--block_size=16,256", "--workloads=shared_prefixes", f"--model={TINY_LM}",
-        "--real_block_size=8,64", "--num_requests=4", "--max_tokens=8", "--max_num_seqs=2", "--max_model_len=512",
-        "--pool_tokens=1024",
+        "--real_block_size=8,64", "--num_requests=4", "--max_tokens=8", "--max_num_seqs=2",
+        "--max_model_len=512", "--pool_tokens=1024",
     )  # fmt: skip
     rows = {(row["run"], row["block_size"]): row for row in results["cases"]}
     assert len(rows) == 4
