@@ -33,7 +33,7 @@ from experiments.lib.options import option
 from experiments.lib.reporting import print_table, write_results
 from experiments.paper.claims import Claim, Results, Rows, chosen
 from experiments.paper.setups import OPT_13B, SYSTEMS, chosen_systems
-from experiments.paper.simulations import Load, SystemOptions
+from experiments.paper.simulations import Load, SystemOptions, parse_rate
 from experiments.paper.waste import CATEGORIES, plot_shares, waste_of
 
 
@@ -69,8 +69,7 @@ def measure(item: tuple[Load, float]) -> dict[str, Any]:
         waste = waste_of(load.simulate(rate, cut=True).iterations)
         return waste.shares | {"batch_size": waste.batch_size}
     run = load.simulate(rate)
-    ttft = [request.ttft_s for request in run.finished if request.ttft_s is not None]
-    p50, p99 = np.percentile(ttft, [50, 99]).tolist()
+    p50, p99 = np.percentile(run.ttfts_s, [50, 99]).tolist()
     return {
         "mean_prompt_tokens": float(np.mean([r.num_prompt_tokens for r in run.requests])),
         "mean_output_tokens": float(np.mean([r.max_tokens for r in run.requests])),
@@ -82,17 +81,16 @@ def measure(item: tuple[Load, float]) -> dict[str, Any]:
     }
 
 
-def parse_rates(texts: tuple[str, ...]) -> dict[str, float]:
-    """Requests/s by system, from `system:rate`."""
-    rates = {}
-    for text in texts:
-        name, _, rate = text.partition(":")
-        try:
-            rates[name] = float(rate)
-        except ValueError:
-            raise ValueError(f"--rates takes system:rate, as in paged:1.8, got {text!r}") from None
-        if not 0 < rates[name] < OVERLOAD:
-            raise ValueError(f"--rates must lie above 0 and below {OVERLOAD:g}, got {text!r}")
+def rates_of(texts: tuple[str, ...], systems: list[str]) -> dict[str, float]:
+    """Requests/s by system; ValueError unless each of `systems` has a rate that can be."""
+    rates = dict(parse_rate("rates", "system:rate, as in paged:1.8", text) for text in texts)
+    for name, rate in rates.items():
+        if not 0 < rate < OVERLOAD:
+            raise ValueError(
+                f"--rates must lie above 0 and below {OVERLOAD:g}, got '{name}:{rate:g}'"
+            )
+    if missing := [name for name in systems if name not in rates]:
+        raise ValueError(f"--rates has no rate for {', '.join(missing)}")
     return rates
 
 
@@ -136,9 +134,7 @@ def plot(rows: Rows, out_dir: str) -> None:
 
 def main(config: Config) -> None:
     systems = [system.name for system in chosen_systems(config.systems)]
-    rates = parse_rates(config.rates)
-    if missing := [name for name in systems if name not in rates]:
-        raise ValueError(f"--rates has no rate for {', '.join(missing)}")
+    rates = rates_of(config.rates, systems)
     cells = [(shape, system) for system in systems for shape in SHAPES]
     loads = [
         Load(system, OPT_13B, SHAPES[shape], config.duration_s, seed=config.seed)

@@ -21,7 +21,7 @@ Expect seconds without the simulation, a minute with --quick and ten without, on
 
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import matplotlib.pyplot as plt
 import numpy as np
@@ -34,7 +34,7 @@ from experiments.lib.reporting import print_table, write_results
 from experiments.paper.claims import Claim, Results, Rows
 from experiments.paper.requests import LENGTHS, draw, note_on_length
 from experiments.paper.setups import GIB, SETUPS, SYSTEMS, Deployment
-from experiments.paper.simulations import SearchOptions, find_panels, loads_of, overloaded
+from experiments.paper.simulations import Load, SearchOptions, find_panels, loads_of, overloaded
 from paged_jax.memory.sizing import num_blocks_in, num_sequences_in, room_for_kv
 from paged_jax.models.config import ModelConfig
 from paged_jax.simulation.cost_model import RooflineCost, StepWork
@@ -199,26 +199,29 @@ def memory_shares(deployment: Deployment) -> dict[str, float]:
 # Batches
 
 
+def overloaded_row(load: Load) -> dict[str, Any]:
+    """A system when more requests come than it can serve."""
+    run = overloaded(load)
+    shares = run.memory_shares
+    wasted = [shares["reserved"], shares["internal"], shares["external"]]
+    return {
+        "system": SYSTEMS[load.system].label,
+        "batch_size": run.mean_batch_size,
+        "tokens_percent": 100 * shares["token_states"],  # of the pool
+        "waste_percent": 100 * sum(wasted),
+        "free_percent": 100 * shares["free"],
+    }
+
+
 def system_rows(config: Config, deployment: Deployment) -> Rows:
-    """Each simulated system, overloaded and at the rate that it sustains."""
+    """Each simulated system, overloaded, and the rate (requests/s) that it sustains."""
     loads = loads_of(
         config, deployment, config.lengths, config.duration_s, block_size=config.block_size
     )
     # Paging, which comes last, takes longest.
-    full = grid(overloaded, loads[::-1], config, unit="system", processes=config.processes)[::-1]
+    full = grid(overloaded_row, loads[::-1], config, unit="system", processes=config.processes)
     [searches] = find_panels({(): loads}, config).values()
-    return [
-        {
-            "system": SYSTEMS[found.load.system].label,
-            "batch_size": point.mean_batch_size,
-            "tokens_percent": 100 * point.token_states,  # of the pool
-            "waste_percent": 100 * (point.reserved + point.internal + point.external),
-            "free_percent": 100
-            * (1 - point.token_states - point.reserved - point.internal - point.external),
-            "rate": found.rate,  # requests/s
-        }
-        for point, found in zip(full, searches, strict=True)
-    ]
+    return [row | {"rate": found.rate} for row, found in zip(full[::-1], searches, strict=True)]
 
 
 class BatchPoint(NamedTuple):

@@ -103,7 +103,7 @@ def main(config: Config) -> None:
     for name in config.lengths:
         print(note_on_length(name, setups[0].model.max_model_len, config.seed))
     loads = {
-        (setup.model_name, lengths): loads_of(
+        (setup.model.name, lengths): loads_of(
             config,
             setup.deployment,
             lengths,
@@ -127,7 +127,7 @@ def main(config: Config) -> None:
         ],
         config,
         duration_s=config.duration_s,
-        slots={setup.model_name: setup.num_slots for setup in setups},
+        slots={setup.model.name: setup.num_slots for setup in setups},
     )
     write_csv(config.out_dir, "curves.csv", curve_rows(panels, ("model", "lengths")))
     titled = {", ".join(panel): compared for panel, compared in panels.items()}

@@ -30,7 +30,7 @@ from experiments.lib.reporting import report
 from experiments.paper.claims import Claim, Results, within
 from experiments.paper.requests import note_on_length
 from experiments.paper.setups import SETUPS, SYSTEMS, find_setup
-from experiments.paper.simulations import Load, SystemOptions, loads_of, serve_at
+from experiments.paper.simulations import Load, SystemOptions, loads_of, parse_rate
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,20 +50,11 @@ PAPER_BATCH_SIZE = {
 }
 
 
-def parse_load(text: str) -> tuple[str, float]:
-    """(lengths, requests/s) of `lengths:rate`."""
-    lengths, _, rate = text.partition(":")
-    try:
-        return lengths, float(rate)
-    except ValueError:
-        raise ValueError(f"--loads takes lengths:rate, as in alpaca:30, got {text!r}") from None
-
-
 def measure(item: tuple[Load, float]) -> dict[str, Any]:
     """Averages over time of one system."""
     load, rate = item
-    point = serve_at(load, rate, cut=True)
-    dataset, size = load.lengths.partition("_")[0], point.mean_batch_size
+    run = load.simulate(rate, cut=True)
+    dataset, size = load.lengths.partition("_")[0], run.mean_batch_size
     paper = PAPER_BATCH_SIZE.get((dataset, rate), {}).get(load.system)
     return {
         "lengths": load.lengths,
@@ -72,10 +63,10 @@ def measure(item: tuple[Load, float]) -> dict[str, Any]:
         "batch_size": size,
         "paper": paper,  # read off the figure
         "off_percent": paper and 100 * (size / paper - 1),
-        "tokens_percent": 100 * point.token_states,  # in the pool
+        "tokens_percent": 100 * run.memory_shares["token_states"],  # in the pool
         # Of the requests, when the last one has arrived.
-        "unfinished_percent": 100 * point.num_unfinished / point.num_requests,
-        "preemptions": point.num_preemptions,
+        "unfinished_percent": 100 * run.num_unfinished / len(run.requests),
+        "preemptions": run.num_preemptions,
     }
 
 
@@ -105,7 +96,7 @@ def plot(rows: list[dict[str, Any]], out_dir: str) -> None:
 
 def main(config: Config) -> None:
     deployment = find_setup(config.model).deployment
-    panels = [parse_load(text) for text in config.loads]
+    panels = [parse_rate("loads", "lengths:rate, as in alpaca:30", text) for text in config.loads]
     for lengths in dict.fromkeys(lengths for lengths, _ in panels):
         print(note_on_length(lengths, deployment.model.max_model_len, config.seed))
     items = [

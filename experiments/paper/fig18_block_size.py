@@ -42,7 +42,7 @@ from experiments.lib.reporting import print_table, report
 from experiments.paper.claims import Claim, Results, chosen, figure
 from experiments.paper.requests import LENGTHS, SHARED_PREFIXES, draw, note_on_length
 from experiments.paper.setups import SETUPS, find_setup
-from experiments.paper.simulations import Load, overloaded, serve_at
+from experiments.paper.simulations import Load, overloaded
 from paged_jax import Engine, SamplingParams
 from paged_jax.loading import load_model
 from paged_jax.memory.sizing import kv_bytes_per_token
@@ -126,8 +126,7 @@ def held_figures(
 
 def served_rate(load: Load) -> float:
     """Requests/s that are finished when many more come; ValueError if none is."""
-    point = overloaded(load)
-    num_finished = point.num_requests - point.num_unfinished - point.num_refused
+    num_finished = len(overloaded(load).finished)
     if not num_finished:
         raise ValueError(f"{load}: no request ends within {load.duration_s:g} s; simulate longer")
     return num_finished / load.duration_s
@@ -136,12 +135,12 @@ def served_rate(load: Load) -> float:
 def simulated_row(item: tuple[Load, float]) -> Row:
     """A load, overloaded and at the rate of its latency."""
     load, rate = item
-    full, latency_s = overloaded(load), serve_at(load, rate).normalised_latency_s
-    model, num_slots = load.deployment.model, load.deployment.num_slots
+    full, latency_s = overloaded(load), load.simulate(rate).normalised_latency_s
+    model, num_slots, shares = load.deployment.model, load.deployment.num_slots, full.memory_shares
     waste, tables = held_figures(
         block_size=load.block_size,
-        internal=num_slots * full.internal,
-        held=num_slots * (full.token_states + full.reserved + full.internal),
+        internal=num_slots * shares["internal"],
+        held=num_slots * (shares["token_states"] + shares["reserved"] + shares["internal"]),
         num_seqs=full.mean_batch_size,
         max_model_len=model.max_model_len,
         token_bytes=model.kv_bytes_per_token,
@@ -154,7 +153,7 @@ def simulated_row(item: tuple[Load, float]) -> Row:
         latency_s and 1e3 * latency_s,
         waste,
         tables,
-        100 * full.hit_rate if load.enable_prefix_caching else None,
+        100 * full.sharing.hit_rate if load.enable_prefix_caching else None,
         full.num_preemptions,
     )
 

@@ -37,19 +37,11 @@ class Deployment:
 class Setup:
     """A row of table 1. `kv_gib`: its memory for KV, which it calls GB and rounds to whole ones."""
 
-    model_name: str
-    gpu_name: str
+    model: ModelShape
+    gpu: GPU
     num_gpus: int
     kv_gib: int
     paper_num_slots: int  # as the paper prints it
-
-    @property
-    def model(self) -> ModelShape:
-        return find_model_shape(self.model_name)
-
-    @property
-    def gpu(self) -> GPU:
-        return find_gpu(self.gpu_name)
 
     @property
     def memory_bytes(self) -> int:
@@ -69,7 +61,7 @@ class Setup:
         and 9.7K slots, which take 21.3 GiB. The 21.35 GiB that follow from OPT-13B's row agree with
         both.
         """
-        return next(s for s in SETUPS.values() if s.gpu_name == self.gpu_name).table_share
+        return next(s for s in SETUPS.values() if s.gpu == self.gpu).table_share
 
     @property
     def kv_bytes(self) -> int:
@@ -86,11 +78,11 @@ class Setup:
 
 
 SETUPS = {
-    setup.model_name: setup
+    setup.model.name: setup
     for setup in (
-        Setup("OPT-13B", "A100-40GB", 1, 12, 15_700),
-        Setup("OPT-66B", "A100-40GB", 4, 21, 9_700),
-        Setup("OPT-175B", "A100-80GB", 8, 264, 60_100),
+        Setup(find_model_shape("OPT-13B"), find_gpu("A100-40GB"), 1, 12, 15_700),
+        Setup(find_model_shape("OPT-66B"), find_gpu("A100-40GB"), 4, 21, 9_700),
+        Setup(find_model_shape("OPT-175B"), find_gpu("A100-80GB"), 8, 264, 60_100),
     )
 }
 

@@ -39,6 +39,15 @@ class SearchOptions(SystemOptions):
     )
 
 
+def parse_rate(flag: str, form: str, text: str) -> tuple[str, float]:
+    """(name, requests/s) of one of the texts that a flag takes in the form `name:rate`."""
+    name, _, rate = text.partition(":")
+    try:
+        return name, float(rate)
+    except ValueError:
+        raise ValueError(f"--{flag} takes {form}, got {text!r}") from None
+
+
 # One run
 
 
@@ -96,52 +105,12 @@ def loads_of(
     ]
 
 
-@dataclass(frozen=True)
-class Point:
-    """A load at one rate. Averages are over time."""
-
-    rate: float  # requests/s
-    num_requests: int
-    normalised_latency_s: float | None  # mean over requests; None: none has finished
-    mean_batch_size: float
-    output_tokens_per_s: float
-    token_states: float  # fractions of the pool, as `MemoryUsage.shares`
-    reserved: float
-    internal: float
-    external: float
-    hit_rate: float  # of the prompt tokens, found in the prefix cache
-    num_preemptions: int
-    num_refused: int
-    num_unfinished: int
-
-
-def serve_at(load: Load, rate: float, *, cut: bool = False) -> Point:
-    """The averages of `Load.simulate`."""
-    run = load.simulate(rate, cut=cut)
-    shares = run.memory_shares
-    return Point(
-        rate=rate,
-        num_requests=len(run.requests),
-        normalised_latency_s=run.normalised_latency_s,
-        mean_batch_size=run.mean_batch_size,
-        output_tokens_per_s=run.output_tokens_per_s,
-        token_states=shares["token_states"],
-        reserved=shares["reserved"],
-        internal=shares["internal"],
-        external=shares["external"],
-        hit_rate=run.sharing.hit_rate,
-        num_preemptions=run.num_preemptions,
-        num_refused=run.num_refused,
-        num_unfinished=run.num_unfinished,
-    )
-
-
 OVERLOAD = 20  # times as many requests as a first guess says are served
 
 
-def overloaded(load: Load) -> Point:
+def overloaded(load: Load) -> SimulatedRun:
     """A full pool: many more requests come than can be served."""
-    return serve_at(load, OVERLOAD * first_rate(load), cut=True)
+    return load.simulate(OVERLOAD * first_rate(load), cut=True)
 
 
 def first_rate(load: Load) -> float:
@@ -154,6 +123,28 @@ def first_rate(load: Load) -> float:
 # A search
 
 Panel = tuple[Any, ...]  # what the systems of a panel have in common
+
+
+@dataclass(frozen=True)
+class Point:
+    """A load at one rate, served to its end. Averages are over time."""
+
+    rate: float  # requests/s
+    normalised_latency_s: float | None  # mean over requests; None: none has finished
+    mean_batch_size: float
+    token_states: float  # fraction of the pool
+    num_preemptions: int
+
+
+def serve_at(load: Load, rate: float) -> Point:
+    run = load.simulate(rate)
+    return Point(
+        rate,
+        run.normalised_latency_s,
+        run.mean_batch_size,
+        run.memory_shares["token_states"],
+        run.num_preemptions,
+    )
 
 
 @dataclass(frozen=True)
