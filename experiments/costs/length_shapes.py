@@ -41,8 +41,8 @@ from experiments.paper.waste import CATEGORIES, plot_shares, waste_of
 class Config(SystemOptions):
     rates: tuple[str, ...] = option(
         ("orca_max:0.6", "orca_pow2:0.8", "orca_oracle:1.0", "paged:1.8"),
-        "The tails are those at these system:requests/s; by default about 80 % of what each "
-        "sustains with log-normal lengths.",
+        "Tails are those at these rates, as system:requests/s; by default about 80 % of what each "
+        "system sustains with log-normal lengths.",
     )
     duration_s: float = option(3600.0, "Requests arrive for so long (s).", quick=600.0, least=1)
 
@@ -62,17 +62,19 @@ COLUMNS = {  # of the table, with their headings
 }
 
 
-def measure(item: tuple[Load, float]) -> dict[str, Any]:
-    """Waste under overload; at a lower rate, what the requests were and how long they took."""
-    load, rate = item
-    if rate == OVERLOAD:
-        waste = waste_of(load.simulate(rate, cut=True).iterations)
-        return waste.shares | {"batch_size": waste.batch_size}
+def measure(point: tuple[str, Load, float]) -> dict[str, Any]:
+    """Shares in percent of the pool, under overload; times at the rate."""
+    shape, load, rate = point
+    waste = waste_of(load.simulate(OVERLOAD, cut=True).iterations)
     run = load.simulate(rate)
     p50, p99 = np.percentile(run.ttfts_s, [50, 99]).tolist()
     return {
+        "shape": shape,
+        "system": load.system,
         "mean_prompt_tokens": float(np.mean([r.num_prompt_tokens for r in run.requests])),
         "mean_output_tokens": float(np.mean([r.max_tokens for r in run.requests])),
+        **waste.shares,
+        "batch_size": waste.batch_size,  # under overload
         "rate": rate,  # requests/s
         "ttft_p50_s": p50,
         "ttft_p99_s": p99,
@@ -135,19 +137,12 @@ def plot(rows: Rows, out_dir: str) -> None:
 def main(config: Config) -> None:
     systems = [system.name for system in chosen_systems(config.systems)]
     rates = rates_of(config.rates, systems)
-    cells = [(shape, system) for system in systems for shape in SHAPES]
-    loads = [
-        Load(system, OPT_13B, SHAPES[shape], config.duration_s, seed=config.seed)
-        for shape, system in cells
+    points = [
+        (shape, Load(system, OPT_13B, lengths, config.duration_s, seed=config.seed), rates[system])
+        for system in systems
+        for shape, lengths in SHAPES.items()
     ]
-    items = [(load, OVERLOAD) for load in loads] + [(load, rates[load.system]) for load in loads]
-    measured = grid(measure, items, config, unit="run", processes=config.processes)
-    rows = [
-        {"shape": shape, "system": system} | waste | tail
-        for (shape, system), waste, tail in zip(
-            cells, measured[: len(cells)], measured[len(cells) :], strict=True
-        )
-    ]
+    rows = grid(measure, points, config, unit="case", processes=config.processes)
     print_table(
         "The same mean lengths: KV slots under overload (%), times to first token",
         list(COLUMNS.values()),

@@ -135,24 +135,21 @@ def row_of(
 # Simulated
 
 
-def simulated_waste(item: tuple[Load, float]) -> Waste:
-    load, rate = item
-    return waste_of(load.simulate(rate, cut=True).iterations)
+def simulated_row(point: tuple[Load, float]) -> dict[str, Any]:
+    load, rate = point
+    waste = waste_of(load.simulate(rate, cut=True).iterations)
+    return row_of("simulated", load.lengths, SYSTEMS[load.system], waste)
 
 
 def simulated_rows(config: Config) -> Rows:
-    items = [
+    points = [
         (load, config.rate or (120.0 if lengths == "alpaca" else 4.0))
         for lengths in config.lengths
         for load in loads_of(
             config, OPT_13B, lengths, config.duration_s, block_size=config.block_size
         )
     ]
-    wastes = grid(simulated_waste, items, config, unit="run", processes=config.processes)
-    return [
-        row_of("simulated", load.lengths, SYSTEMS[load.system], waste)
-        for (load, _), waste in zip(items, wastes, strict=True)
-    ]
+    return grid(simulated_row, points, config, unit="run", processes=config.processes)
 
 
 # Real

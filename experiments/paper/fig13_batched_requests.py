@@ -36,7 +36,7 @@ from experiments.paper.simulations import Load, SystemOptions, loads_of, parse_r
 @dataclass(frozen=True, kw_only=True)
 class Config(SystemOptions):
     loads: tuple[str, ...] = option(
-        ("sharegpt_served:2", "alpaca:30"), "Each panel has these lengths:requests/s."
+        ("sharegpt_served:2", "alpaca:30"), "Panels are of these loads, as lengths:requests/s."
     )
     model: str = option("OPT-13B", "The paper's set-up of this model serves.", choices=SETUPS)
     duration_s: float = option(
