@@ -11,7 +11,14 @@ from types import ModuleType
 
 import pytest
 
-from experiments.paper import measured_claims, report, simulated_claims
+from experiments.costs import length_shapes
+from experiments.paper import (
+    fig02_memory_waste,
+    fig12_throughput,
+    fig13_batched_requests,
+    measured_claims,
+    report,
+)
 from experiments.paper.claims import Claim, chosen, rising, within
 from experiments.paper.reproduce import (
     HIT_RATE,
@@ -23,6 +30,7 @@ from experiments.paper.reproduce import (
     last_line,
     run_command,
 )
+from experiments.paper.setups import ORCA
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -77,7 +85,7 @@ def throughput_results(oracle: float, large: float = 1.2) -> dict:
 
 def test_a_gain_counts_from_the_papers_lower_end():
     def verdicts(oracle):
-        claims = simulated_claims.throughput(throughput_results(oracle))
+        claims = fig12_throughput.claims(throughput_results(oracle))
         return [c.verdict for c in claims if "Oracle" in c.what and "over" in c.what]
 
     assert verdicts(1.71) == ["reproduced"]
@@ -85,9 +93,9 @@ def test_a_gain_counts_from_the_papers_lower_end():
 
 
 def test_the_order_of_systems_and_the_larger_model_are_judged():
-    claims = simulated_claims.throughput(throughput_results(1.8))
+    claims = fig12_throughput.claims(throughput_results(1.8))
     assert all(claim.holds for claim in claims), [c for c in claims if not c.holds]
-    claims = simulated_claims.throughput(throughput_results(2.3, large=2.5))
+    claims = fig12_throughput.claims(throughput_results(2.3, large=2.5))
     wrong = [claim.what for claim in claims if not claim.holds]
     assert wrong == [
         "OPT-13B, sharegpt: order of the systems' rates",
@@ -104,7 +112,7 @@ def test_memory_is_judged_for_each_kind_of_lengths_on_its_own():
             "used_as_tokens": tokens,
         }  # fmt: skip
 
-    paper = {name: [20.0, 1.0, 2.0, 3.0] for name in simulated_claims.ORCA}
+    paper = {name: [20.0, 1.0, 2.0, 3.0] for name in ORCA}
     cases = [
         row("sharegpt_served", "orca_max", 20.0, 4.9),
         row("sharegpt_served", "paged", 97.0, 0.7),
@@ -113,7 +121,7 @@ def test_memory_is_judged_for_each_kind_of_lengths_on_its_own():
     ]
     line = "simulated, sharegpt, orca_max: 5.1 points off: short"
     results = {"cases": cases, "paper_percent": paper, "explanations": [line]}
-    claims = simulated_claims.memory_waste(results)
+    claims = fig02_memory_waste.claims(results)
     assert [claim.holds for claim in claims] == [True, True, True, False, False, True]
     assert [claim.note for claim in claims if claim.note] == [line]
 
@@ -124,7 +132,7 @@ def test_batch_sizes_have_the_tolerance_of_their_system():
             "lengths": "sharegpt_served", "rate": 2.0, "system": system, "batch_size": size,
             "paper": 10.0, "unfinished_percent": 3.0,
         }  # fmt: skip
-        [claim] = simulated_claims.batched_requests({"cases": [row]})
+        [claim] = fig13_batched_requests.claims({"cases": [row]})
         return claim.verdict
 
     assert verdict("orca_max", 11.4) == verdict("paged", 12.4) == "reproduced"
@@ -180,7 +188,7 @@ def test_uniform_lengths_must_show_a_shorter_tail():
             {"shape": shape, "system": "paged", "internal": 1.0, "external": 2.0, "ttft_p99_s": p99}
             for shape, p99 in (("constant", 0.1), ("uniform", uniform), ("lognormal", lognormal))
         ]
-        [claim] = simulated_claims.length_shapes({"cases": rows})
+        [claim] = length_shapes.claims({"cases": rows})
         return claim.verdict
 
     assert verdict(1.0, 1.2) == "reproduced"
