@@ -11,12 +11,15 @@ from types import ModuleType
 
 import pytest
 
-from experiments.costs import length_shapes
+from experiments.costs import length_shapes, tail_latency
+from experiments.kernels import latency
+from experiments.lib.reporting import git_commit
 from experiments.paper import (
     fig02_memory_waste,
     fig12_throughput,
     fig13_batched_requests,
-    measured_claims,
+    fig15_memory_sharing,
+    fig19_preemption,
     report,
 )
 from experiments.paper.claims import Claim, chosen, rising, within
@@ -335,15 +338,14 @@ def test_a_report_from_the_command_line_which_is_kept_the_second_time(tmp_path):
         return result.stdout, json.loads((tmp_path / "results.json").read_text())
 
     # As an earlier run would have left it: the commit decides whether it is used.
-    from experiments.lib.reporting import git_commit
-
     [step] = chosen_steps(["decode_step"], None)
     folder = tmp_path / "decode_step"
     folder.mkdir()
     (folder / "results.json").write_text('{"cases": [{"ratio": 1.25}, {"ratio": 1.5}]}')
+    command = step.command(Config(quick=True, out_dir=str(tmp_path)))
     outcome = {
-        "command": step.command(Config(quick=True, out_dir=str(tmp_path))), "commit": git_commit(ROOT / "experiments"),
-        "seconds": 3.0, "cpu_seconds": 5.0, "returncode": 0, "last_line": "", "was_kept": False,
+        "command": command, "commit": git_commit(ROOT / "experiments"), "seconds": 3.0,
+        "cpu_seconds": 5.0, "returncode": 0, "last_line": "", "was_kept": False,
     }  # fmt: skip
     (folder / "done.json").write_text(json.dumps(outcome))
     stdout, results = reproduce()
