@@ -74,9 +74,15 @@ def run_of(
     """A mode's rounds, beside the `wanted` outputs, which a pool without preemption gives."""
     same = [a == b for served in rounds for a, b in zip(served.tokens, wanted, strict=True)]
     output_per_s, latency_ms, swap_percent = np.median([r[:3] for r in rounds], axis=0).tolist()
-    same_percent = 100 * sum(same) / len(same)
-    counts = rounds[0].counts
-    return Run(block_size, mode, output_per_s, latency_ms, *counts, swap_percent, same_percent)
+    return Run(
+        block_size,
+        mode,
+        output_per_s,
+        latency_ms,
+        *rounds[0].counts,
+        swap_percent=swap_percent,
+        same_percent=100 * sum(same) / len(same),
+    )
 
 
 def serve_modes(
