@@ -35,7 +35,7 @@ class Served(NamedTuple):
     output_per_s: float
     latency_ms: float
     swap_percent: float
-    counts: list[int]  # as in `Run`
+    counts: tuple[int, int, int, int]  # as in `Run`
     tokens: list[list[int]]
 
 
@@ -53,7 +53,7 @@ def serve_once(engine: Engine, requests: Sequence[WorkloadRequest]) -> Served:
         sum(map(len, tokens)) / served.wall_s,
         1e3 * float(np.mean(np.divide(seconds, [len(each) for each in tokens]))),
         100 * sum(step.swap_s for step in served.steps) / wall_s,
-        np.subtract(_counts(engine), before).tolist(),
+        tuple(np.subtract(_counts(engine), before).tolist()),
         tokens,
     )
 
