@@ -53,21 +53,15 @@ def with_sharegpt_text(
     texts: Iterator[list[int]] = (
         list(encode(f"{exchanges[i].prompt}\n{exchanges[i].reply}")) for i in order
     )
-    too_short: list[list[int]] = []  # for an earlier prompt; a later one may be shorter
+    read: list[list[int]] = []  # texts that no prompt has taken yet
     filled = []
     for request in requests:
         length = request.num_prompt_tokens
-        tokens = next((text for text in too_short if len(text) >= length), None)
-        if tokens is not None:
-            too_short.remove(tokens)
-        while tokens is None:
-            text = next(texts, None)
-            if text is None:
+        while (tokens := next((text for text in read if len(text) >= length), None)) is None:
+            if (text := next(texts, None)) is None:
                 raise ValueError(f"no ShareGPT conversation is left with {length} tokens or more")
-            if len(text) >= length:
-                tokens = text
-            else:
-                too_short.append(text)
+            read.append(text)
+        read.remove(tokens)
         filled.append(replace(request, prompt_token_ids=tuple(tokens[:length])))
     return filled
 

@@ -129,21 +129,15 @@ def make_engine(config: Config, *, enable_prefix_caching: bool) -> Engine:
     )
 
 
+@dataclass(frozen=True)
 class Pair:
     """Two engines, with and without reuse, which hold the same conversations."""
 
-    def __init__(
-        self,
-        config: Config,
-        window: Window,
-        engines: dict[str, Engine],
-        conversations: Sequence[Sequence[Turn]],
-    ):
-        self._config, self._window = config, window
-        self._engines, self._conversations = engines, conversations
-        for engine in engines.values():
-            engine.warm_up()
-            chat(engine, [[Turn([0, 1], 2)]], num_users=1, window=window)  # untimed
+    engines: dict[str, Engine]
+    conversations: list[list[Turn]]
+    window: Window
+    num_users: int
+    rounds: int
 
     def measure(self, number: int) -> dict[str, ChatRun]:
         """Hold the conversations of a round on one engine and on the other."""
@@ -151,14 +145,14 @@ class Pair:
         return {name: self._hold(number, name) for name in order}
 
     def _hold(self, number: int, name: str) -> ChatRun:
-        conversations = self._conversations[number :: self._config.rounds]
+        conversations = self.conversations[number :: self.rounds]
         title, total = f"round {number + 1}, {name} reuse", sum(map(len, conversations))
         with tqdm(desc=title, total=total, unit="turn", leave=False) as bar:
             return chat(
-                self._engines[name],
+                self.engines[name],
                 conversations,
-                num_users=self._config.num_users,
-                window=self._window,
+                num_users=self.num_users,
+                window=self.window,
                 salt=f"round {number}",
                 on_turn=lambda _: bar.update(),
             )
@@ -205,16 +199,15 @@ def plot(turns: Turns, out_dir: str) -> None:
         by_turn = [(1 + n, [turn for turn in answered if turn.turn == n]) for n in numbers]
         for panel, of in zip(axes[0], (mean_ttft_s, hit_percent), strict=True):
             figures.lines(panel, {f"{name} reuse": [(n, of(chosen)) for n, chosen in by_turn]})
-    for panel, top, label in zip(
-        axes[0],
-        (None, 100),
-        ("mean time to first token (s)", "prompt tokens found in the cache (%)"),
-        strict=True,
-    ):
-        panel.set(xlabel="turn", ylabel=label)
-        panel.set_ylim(0, top)
+    for panel in axes[0]:
+        panel.set_xlabel("turn")
         panel.xaxis.get_major_locator().set_params(integer=True)
-    axes[0, 0].legend()
+    times, hits = axes[0]
+    times.set_ylabel("mean time to first token (s)")
+    times.set_ylim(bottom=0)
+    times.legend()
+    hits.set_ylabel("prompt tokens found in the cache (%)")
+    hits.set_ylim(0, 100)
     figures.save(figure, out_dir, "chatbot.png")
 
 
@@ -239,7 +232,11 @@ def main(config: Config) -> None:
             max_reply_tokens=config.max_output_tokens,
             seed=config.seed,
         )
-        pair = Pair(config, window, {WITHOUT: without, WITH: with_reuse}, conversations)
+        engines = {WITHOUT: without, WITH: with_reuse}
+        for engine in engines.values():
+            engine.warm_up()
+            chat(engine, [[Turn([0, 1], 2)]], num_users=1, window=window)  # untimed
+        pair = Pair(engines, conversations, window, config.num_users, config.rounds)
         rounds = grid(pair.measure, range(config.rounds), config, unit="round")
 
     runs = {name: [of_round[name] for of_round in rounds] for name in (WITHOUT, WITH)}

@@ -111,15 +111,17 @@ class Preemption:
     def measure(self, block_size: int) -> Case:
         """Take one sequence out of the cache and bring it back."""
         num_tokens, rounds, seed = self._config.num_tokens, self._config.rounds, self._config.seed
-        measured = micro.measure(self._model, num_tokens, block_size, rounds=rounds, seed=seed)
+        out_ms, in_ms, each_ms, recompute_ms = micro.measure(
+            self._model, num_tokens, block_size, rounds=rounds, seed=seed
+        )
         return Case(
             block_size,
             -(-num_tokens // block_size),
-            measured.out_ms,
-            measured.in_ms,
-            measured.out_ms + measured.in_ms,
-            measured.each_ms,
-            measured.recompute_ms,
+            out_ms,
+            in_ms,
+            out_ms + in_ms,
+            each_ms,
+            recompute_ms,
             micro.num_copies(num_tokens, block_size),
             1e3 * micro.swap_s(num_tokens, block_size),
             1e3 * micro.gathered_swap_s(num_tokens, block_size),
