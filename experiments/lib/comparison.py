@@ -9,7 +9,12 @@ import numpy as np
 from scipy import special
 
 from experiments.lib.driver import ServedRequest, ServedRun
-from experiments.lib.serving_figures import latencies, outcome
+from experiments.lib.serving_figures import (
+    complete_outputs,
+    latencies,
+    num_output_tokens,
+    outcome,
+)
 
 Verdict = Literal["ok", "worse", "unclear", "none"]
 
@@ -59,7 +64,7 @@ def _difference(before: ServedRequest, after: ServedRequest) -> Difference | Non
 
 
 def earliest(found: list[Difference]) -> Difference:
-    """The one that comes at the earliest token; requests that were not served come first."""
+    """The difference at the earliest token; requests that were not served come first."""
     return min(found, key=lambda each: -1 if each.continuation is None else each.token or 0)
 
 
@@ -115,7 +120,7 @@ class Compared(NamedTuple):
 
 
 def paired_ratio(baseline: Sequence[float], candidate: Sequence[float], confidence: float) -> Ratio:
-    """The ratio of positive figures of two rounds or more, by Student's t on their logarithms."""
+    """The ratio of positive figures in two rounds or more, by Student's t on their logarithms."""
     logs = np.log(np.divide(candidate, baseline))
     mean = float(np.mean(logs))
     quantile = float(special.stdtrit(len(logs) - 1, (1 + confidence) / 2))
@@ -124,7 +129,7 @@ def paired_ratio(baseline: Sequence[float], candidate: Sequence[float], confiden
 
 
 def judge(ratio: Ratio, limit: float, *, more_is_better: bool) -> Verdict:
-    """`ok` or `worse` only if the whole interval is on that side of the limit."""
+    """The verdict is "ok" or "worse" only if the whole interval is on that side of the limit."""
     if more_is_better:
         is_ok, is_worse = ratio.low >= limit, ratio.high < limit
     else:
@@ -140,7 +145,7 @@ def compare_figure(
     limit: float,
     confidence: float,
 ) -> Compared:
-    """One figure of all rounds; only rounds in which both sides have it count."""
+    """One figure over all rounds; a round counts only if both sides have the figure."""
     rounds = list(zip(map(figure.of, baseline), map(figure.of, candidate), strict=True))
     both = [(before, after) for before, after in rounds if before and after]
     if len(both) < 2:
@@ -161,14 +166,12 @@ def compare_figure(
 
 
 def _throughput(run: ServedRun) -> float:
-    outputs = [served.output for served in run.served if served.output is not None]
-    return sum(len(out.token_ids) for output in outputs for out in output.outputs) / run.wall_s
+    return num_output_tokens(run) / run.wall_s
 
 
 def _latency(name: str, percentile: str) -> Callable[[ServedRun], float | None]:
     def of(run: ServedRun) -> float | None:
-        complete = [each.output for each in run.served if each.output and outcome(each) is None]
-        value: float | None = latencies(complete)[name][percentile]
+        value: float | None = latencies(complete_outputs(run))[name][percentile]
         return value
 
     return of

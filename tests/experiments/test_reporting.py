@@ -2,11 +2,13 @@ import dataclasses
 import json
 import subprocess
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import pytest
 
 from experiments.lib import reporting
+from experiments.lib.options import Options, option
 
 
 @dataclasses.dataclass
@@ -111,3 +113,40 @@ def test_markdown_tables_hold_the_same_cells():
 )
 def test_cells_are_figures_as_people_read_them(value, text):
     assert reporting.cell(value) == text
+
+
+class Row(NamedTuple):
+    system: str
+    rate: float | None
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Config(Options):
+    size: int = option(7, "Each has this size.")
+
+
+ROW_KINDS = [
+    [Row("paged", 1.5), Row("orca", None)],
+    [{"system": "paged", "rate": 1.5}, {"system": "orca", "rate": None}],
+]
+
+
+@pytest.mark.parametrize("rows", ROW_KINDS)
+def test_a_report_prints_some_columns_and_writes_all(tmp_path, capsys, rows):
+    config = Config(out_dir=str(tmp_path))
+    reporting.report("Rates", rows, config, columns=("system",), duration_s=60)
+    printed = capsys.readouterr().out
+    assert "paged" in printed
+    assert "1.5" not in printed
+    results = json.loads((tmp_path / "results.json").read_text())
+    assert results["flags"] == {"quick": False, "seed": 0, "out_dir": str(tmp_path), "size": 7}
+    assert results["environment"]["jax"]
+    assert results["duration_s"] == 60
+    assert results["cases"] == ROW_KINDS[1]
+    assert (tmp_path / "results.csv").read_text() == "system,rate\npaged,1.5\norca,\n"
+
+
+@pytest.mark.parametrize("rows", ROW_KINDS)
+def test_csv_holds_a_header_and_a_line_for_each_row(tmp_path, rows):
+    path = reporting.write_csv(tmp_path, "rates.csv", rows)
+    assert path.read_text() == "system,rate\npaged,1.5\norca,\n"
