@@ -4,8 +4,8 @@
     python -m experiments.paper.fig15_memory_sharing
     python -m experiments.paper.fig15_memory_sharing --runs=simulated --widths=2,8,16 --block_size=8
 
-Saved are blocks that sharing makes unnecessary, as a share of those that would be held without it
-(Kwon et al., section 6.3), over all iterations of a run. Requests have ShareGPT's and Alpaca's
+Saved are the blocks that sharing makes unnecessary, as a share of all blocks that would be held
+without it (Kwon et al., section 6.3), over all iterations of a run. Requests have ShareGPT's and Alpaca's
 mean lengths, outputs of exactly the length drawn, and share nothing with each other. Three runs:
 
     real       SmolLM2 over the beginnings of ShareGPT conversations
@@ -57,7 +57,7 @@ PAPER_PERCENT: dict[tuple[str, str, int], tuple[float, ...]] = {
     ("alpaca", "beam", 2): (37.6,),
     ("alpaca", "beam", 4): (53.1,),
     ("alpaca", "beam", 6): (55.2,),
-    # Of ShareGPT it gives ranges over the widths.
+    # For ShareGPT the paper gives ranges over the widths.
     **{("sharegpt", "parallel", width): (16.2, 30.5) for width in WIDTHS},
     **{("sharegpt", "beam", width): (44.3, 66.3) for width in WIDTHS},
 }
@@ -67,8 +67,8 @@ PAPER_PERCENT: dict[tuple[str, str, int], tuple[float, ...]] = {
 class Config(SimulationOptions):
     runs: tuple[str, ...] = option(
         ("real", "simulated"),
-        "These runs are made: that of the real model, with its requests simulated beside it, and "
-        "the simulated one at OPT-13B's scale.",
+        "These runs are made: the real model, with its requests simulated beside it, and a "
+        "simulation at OPT-13B's scale.",
         choices=("real", "simulated"),
     )
     lengths: tuple[str, ...] = option(
@@ -78,7 +78,7 @@ class Config(SimulationOptions):
     num_real_requests: int = option(12, "The real model serves so many requests.", quick=4, least=1)
     max_real_tokens: int = option(
         0,
-        "Outputs of the real run are cut to so many tokens, or to none with 0.",
+        "Outputs of the real run are cut to so many tokens; 0 leaves them whole.",
         quick=96,
         least=0,
     )
@@ -111,7 +111,7 @@ class Point(NamedTuple):
 
 
 class Case(NamedTuple):
-    """Saved blocks in percent of those without sharing; None where a run was left out."""
+    """Saved blocks in percent of the blocks without sharing; None where a run was left out."""
 
     lengths: str
     method: str
@@ -139,7 +139,7 @@ RealRow = tuple[float | None, float | None, list[Apart]]  # percent: real, likew
 def draw_requests(
     config: Config, lengths: str, count: int, *, vocab_size: int, max_tokens: int | None = None
 ) -> list[WorkloadRequest]:
-    """Requests of random tokens; those that are longer than the limit are left out."""
+    """Requests of random tokens; requests longer than the limit are left out."""
     requests, notes = build_workload(
         "lengths",
         lengths=lengths,
@@ -188,7 +188,7 @@ class RealRuns:
 
 
 def real_requests(config: Config, engine: Engine, lengths: str) -> list[WorkloadRequest]:
-    """Requests whose prompts are ShareGPT's; ValueError for one that the engine cannot hold."""
+    """Requests with prompts from ShareGPT; ValueError for one that the engine cannot hold."""
     count, most = config.num_real_requests, config.max_real_tokens or None
     vocab_size = engine.config.vocab_size
     requests = with_sharegpt_text(

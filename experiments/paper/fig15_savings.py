@@ -43,10 +43,10 @@ def with_sharegpt_text(
     trace: str | Path | None,
     seed: int,
 ) -> list[WorkloadRequest]:
-    """The requests with prompts that are the beginnings of ShareGPT conversations, each another.
+    """The requests, each with the beginning of a ShareGPT conversation of its own as its prompt.
 
-    trace: a ShareGPT file; None takes the installed package's. ValueError where none of the texts
-    that are left is as long as a prompt.
+    trace: a ShareGPT file; None takes the installed package's. ValueError where no conversation
+    that is left is as long as a prompt.
     """
     exchanges, _ = read_sharegpt(trace or find_packaged_sharegpt())
     order = np.random.default_rng(seed).permutation(len(exchanges))
@@ -88,7 +88,7 @@ def num_tokens_apart(beams: Sequence[Sequence[int]]) -> int:
 
 
 def beams_apart(batch: ScheduledBatch) -> list[int]:
-    """For each beam search in a batch of more than one beam, how long its beams are apart."""
+    """How long the beams are apart, for each search with several beams in the batch."""
     searches: dict[str, list[list[int]]] = {}
     for seq in batch.decodes:
         if seq.request.beam_search is not None:

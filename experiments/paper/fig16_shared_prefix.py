@@ -74,7 +74,7 @@ class Case(NamedTuple):
     low: float  # quartiles of the same
     high: float
     hit_percent: float  # of all prompt tokens
-    same_percent: float  # of all outputs, those that are the same with and without, token for token
+    same_percent: float  # outputs that are the same with and without, token for token
     paper: float | None  # ratio
 
 
@@ -158,7 +158,7 @@ def prefix_tokens(encode: Encode, num_tokens: int) -> list[int]:
 
 
 def questions(encode: Encode, count: int, *, seed: int) -> list[list[int]]:
-    """Prompts to append to the prefix: two sentences to be translated, of random choice."""
+    """Prompts to append to the prefix: two sentences to be translated, chosen at random."""
     rng = np.random.default_rng(seed)
     chosen = [rng.choice(len(SENTENCES), size=2, replace=False) for _ in range(count)]
     return [list(encode(f"English: {SENTENCES[a]} {SENTENCES[b]}\nGerman:")) for a, b in chosen]
@@ -230,7 +230,7 @@ class Pair:
         )
 
     def measure_prefill(self) -> Prefill:
-        """Time a prompt whose beginning is in the cache, and the same one whose is not."""
+        """Time a prompt with its beginning in the cache, and without."""
         config, engine = self._config, self._with_cache
         prompt = prefix_tokens(self._encode, config.prefill_tokens)
         seconds: dict[str, list[float]] = {"cached": [], "uncached": []}

@@ -54,11 +54,12 @@ WITH, WITHOUT = "with", "without"
 @dataclass(frozen=True, kw_only=True)
 class Config(Options):
     trace: str | None = option(
-        None, "Conversations come from this ShareGPT file. By default it is an installed package's."
+        None,
+        "Conversations come from this ShareGPT file. By default it is the installed package's.",
     )
     num_conversations: int = option(12, "A round has so many conversations.", quick=4, least=1)
     rounds: int = option(
-        2, "In so many rounds, each with other conversations, both engines hold them.", least=1
+        2, "Both engines hold so many rounds of conversations, each round of others.", least=1
     )
     num_users: int = option(8, "So many conversations are held at a time.", quick=4, least=1)
     min_turns: int = option(2, "Conversations of fewer turns are left out.", least=1)
@@ -180,7 +181,7 @@ def case_of(name: str, turns: Sequence[AnsweredTurn], wall_s: float) -> Case:
 
 
 def parts_of(turns: Turns) -> list[Part]:
-    """First turns, later ones, and those whose conversation is longer than the window."""
+    """First turns, later turns, and later turns in conversations longer than the window."""
     parts: list[Part] = []
     for label, belongs in PARTS:
         chosen = {name: list(filter(belongs, answered)) for name, answered in turns.items()}

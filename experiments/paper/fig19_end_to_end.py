@@ -71,7 +71,7 @@ def _counts(engine: Engine) -> tuple[int, int, int, int]:
 def run_of(
     block_size: int, mode: str, rounds: Sequence[Served], wanted: Sequence[list[int]]
 ) -> Run:
-    """A mode's rounds, beside the `wanted` outputs, which a pool without preemption gives."""
+    """A mode's rounds, compared with the `wanted` outputs, which come without preemption."""
     same = [a == b for served in rounds for a, b in zip(served.tokens, wanted, strict=True)]
     output_per_s, latency_ms, swap_percent = np.median([r[:3] for r in rounds], axis=0).tolist()
     return Run(
@@ -95,8 +95,8 @@ def serve_modes(
 ) -> list[Run]:
     """Serve the requests in each mode in turn, round by round.
 
-    options: those of the engines. pool_percent: the share of all the blocks that the requests come
-    to hold for which the pool has room.
+    options: options of each engine, its block size among them.
+    pool_percent: the pool's size, in percent of all the blocks that the requests come to hold.
     """
     block_size = options["block_size"]
     blocks = [-(-(r.num_prompt_tokens + r.max_tokens - 1) // block_size) for r in requests]

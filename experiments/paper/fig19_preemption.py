@@ -68,7 +68,7 @@ class Config(Options):
         256, "End to end, outputs are cut to so many tokens.", quick=128, least=1
     )
     pool_percent: int = option(
-        25, "The pool has room for this share of what all requests come to hold (%).", least=1
+        25, "The pool's size, in percent of all the blocks that the requests come to hold.", least=1
     )
     max_model_len: int = engine_option("max_model_len", 512)
     max_num_seqs: int = engine_option("max_num_seqs", 16)
@@ -154,7 +154,7 @@ class Preemption:
 def compare(rows: Rows) -> list[Comparison]:
     """The paper's claims, each with the figures that tell whether it holds.
 
-    rows: those of the micro run, by block size.
+    rows: the cases of the micro run, by block size.
     """
     sizes = [row["block_size"] for row in rows]
     both = [
@@ -196,7 +196,7 @@ def compare(rows: Rows) -> list[Comparison]:
 
 
 def compare_served(runs: Sequence[Run]) -> list[Comparison]:
-    """The same of the runs end to end."""
+    """The paper's claim about runs end to end."""
     latency_ms = {(run.block_size, run.mode): run.latency_ms for run in runs}
     return [
         Comparison(

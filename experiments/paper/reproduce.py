@@ -6,8 +6,8 @@
     python -m experiments.paper.reproduce --quick --mooncake=conversation.jsonl
 
 Each experiment runs in a process of its own and leaves its results in a folder of --out_dir. Then
-report.html (one file, with all plots) and report.md put the paper's figures beside those found
-here, with a verdict on each claim by a rule that is fixed beforehand: reproduced, differs, or not
+report.html (one file, with all plots) and report.md put the paper's figures beside the figures
+found here, with a verdict on each claim by a rule that is fixed beforehand: reproduced, differs, or not
 comparable where this machine or model cannot decide it. Notes say what differs.
 
 What has run is kept: started again, it goes on where it was interrupted, and runs again only what
@@ -38,14 +38,14 @@ from experiments.lib.options import Options, as_dict, option
 from experiments.paper.claims import Claim
 from experiments.paper.report import Section, html_page, markdown, summary
 
-# The plan. Experiments that decide most claims come first. Without --quick, those that the paper
-# gives figures of run in full, and real runs as far as two hours on two CPU cores allow; each
+# The plan. Experiments that decide most claims come first. Without --quick, simulations of the
+# paper's figures run in full, and real runs as far as two hours on two CPU cores allow; each
 # experiment alone, without flags, takes longer.
 
 
 @dataclass(frozen=True)
 class Step:
-    """One experiment."""
+    """One experiment, and its flags."""
 
     module: str  # in `experiments`
     title: str
@@ -57,7 +57,7 @@ class Step:
 
     @property
     def name(self) -> str:
-        """In the report, and of the folder of its results: that of the module without a number."""
+        """Its name in the report and of its folder: the module's, without the figure's number."""
         return self.alias or re.sub(r"^fig\d+_", "", self.module.rpartition(".")[2])
 
     def command(self, config: "Config") -> list[str]:
@@ -169,7 +169,7 @@ class Config(Options):
 
 
 def chosen_steps(names: Sequence[str], mooncake: str | None) -> list[Step]:
-    """The steps of these names in order, all for no names; ValueError names those there are."""
+    """The steps of these names in order, all for no names; ValueError for an unknown name."""
     plan = [*STEPS]
     if mooncake is not None:
         plan.append(replace(HIT_RATE, more=(f"--trace={mooncake}",)))
@@ -213,7 +213,7 @@ class Outcome:
 
 
 def kept_outcome(folder: Path, command: list[str], commit: str | None) -> Outcome | None:
-    """That of an earlier run of the same command at the same commit, if it succeeded."""
+    """The outcome of an earlier run of the same command at the same commit, if it succeeded."""
     done = folder / DONE
     if not (done.is_file() and (folder / "results.json").is_file()):
         return None
@@ -225,7 +225,7 @@ def kept_outcome(folder: Path, command: list[str], commit: str | None) -> Outcom
 def run_command(
     command: list[str], folder: Path, commit: str | None, show: Callable[[str], None]
 ) -> Outcome:
-    """Run it, its output in `LOG`; `show` gets the last line from time to time."""
+    """Run a command, its output in `LOG`; `show` gets the last line from time to time."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / DONE).unlink(missing_ok=True)
     start, cpu_start = time.monotonic(), _cpu_seconds()
