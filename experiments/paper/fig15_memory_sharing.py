@@ -5,8 +5,9 @@
     python -m experiments.paper.fig15_memory_sharing --runs=simulated --widths=2,8,16 --block_size=8
 
 Saved are the blocks that sharing makes unnecessary, as a share of all blocks that would be held
-without it (Kwon et al., section 6.3), over all iterations of a run. Requests have ShareGPT's and Alpaca's
-mean lengths, outputs of exactly the length drawn, and share nothing with each other. Three runs:
+without it (Kwon et al., section 6.3), over all iterations of a run. Requests have ShareGPT's and
+Alpaca's mean lengths, outputs of exactly the length drawn, and share nothing with each other. There
+are three runs:
 
     real       SmolLM2 over the beginnings of ShareGPT conversations
     likewise   the same requests without the model: scheduler and memory manager alone, random

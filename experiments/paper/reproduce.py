@@ -7,8 +7,8 @@
 
 Each experiment runs in a process of its own and leaves its results in a folder of --out_dir. Then
 report.html (one file, with all plots) and report.md put the paper's figures beside the figures
-found here, with a verdict on each claim by a rule that is fixed beforehand: reproduced, differs, or not
-comparable where this machine or model cannot decide it. Notes say what differs.
+found here, with a verdict on each claim by a rule that is fixed beforehand: reproduced, differs, or
+not comparable where this machine or model cannot decide it. Notes say what differs.
 
 What has run is kept: started again, it goes on where it was interrupted, and runs again only what
 failed, or what another version of the code or other flags have made. --fresh runs all.
