@@ -4,8 +4,8 @@
     python -m experiments.costs.host_overhead --num_seqs=16,64,256 --block_size=1,16
 
 The engine's loop runs with an executor that computes nothing: it builds every array that the device
-would get and answers with a constant token, so what is timed is the host's share alone. Sequences
-have prompts and outputs of random lengths; as they finish, new ones are admitted.
+would get and answers with a constant token, so the times are the host's share alone. Sequences have
+prompts and outputs of random lengths; as they finish, new ones are admitted.
 
 Expect a table in about ten seconds. --out_dir gets results.json, results.csv and host_overhead.png.
 """

@@ -63,7 +63,7 @@ class Case(NamedTuple):
     pool_tokens: int
     hit_tokens: int
     hit_percent: float  # of all prompt tokens
-    requests_percent: float  # of the requests, those that found anything
+    requests_percent: float  # requests that found anything, of all
     evictions: int
     too_long: int  # requests that the pool can never hold
 

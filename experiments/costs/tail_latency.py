@@ -7,21 +7,22 @@
 Short requests decode while prompts of 4096 tokens arrive among them, at rising rates. Four systems
 serve the same arrivals, on the same model and with the same memory:
 
-    static              a batch is formed when nothing runs, and nobody joins until all have ended
+    static              a batch is formed when nothing runs, and none joins until all have ended
     continuous          requests join and leave in every iteration; each prompt is prefilled whole
     chunked             prompts are prefilled in chunks of at most --max_num_batched_tokens
-    admission           likewise; chunks are held back to keep the time between two tokens within
-                        the objective, and who would wait too long for the first one is refused
+    admission           as chunked; chunks are held back to keep the time between two tokens within
+                        the objective, and requests are refused that would wait too long
 
-A whole prompt holds up everybody's next token: watch the p99 of the gaps between tokens, and the
-longest gap where fewer than one in a hundred meets a long prompt, as at low rates. Chunks bound
-both, and make long prompts wait longer for their first token. Beyond what the machine can
-serve, queues grow without end and all requests are late, unless some are refused at once: watch
-the goodput, the requests a second whose first token and whose gaps keep the objective.
+A whole prompt holds up the next token of all requests: watch the p99 of the gaps between tokens,
+and the longest gap where fewer than one in a hundred meets a long prompt, as at low rates. Chunks
+bound both, and make long prompts wait longer for their first token. Beyond the rate that the
+machine can serve, queues grow without end and all requests are late, unless some are refused at
+once: watch the goodput, the requests a second whose first token and whose gaps keep the objective.
 
-Rates are multiples (--loads) of what the chunked system serves when all requests are there at the
-start, unless --rates gives them. Where no objective is given it comes from the same run: a gap may
-take three iterations with a full chunk, the first token three times a long prompt's prefill.
+Rates are multiples (--loads) of the rate at which the chunked system serves requests that are all
+there at the start, unless --rates gives them. Where no objective is given it comes from the same
+run: a gap may take three iterations with a full chunk, the first token three times a long prompt's
+prefill.
 
 Expect about ten minutes with --quick and three quarters of an hour without, on two CPU cores;
 --out_dir gets results.json, results.csv and tail_latency.png.
@@ -39,8 +40,8 @@ import numpy as np
 from experiments.lib import figures
 from experiments.lib.driver import ServedRequest, ServedRun, require_fitting, serve
 from experiments.lib.experiment import grid, run
-from experiments.lib.options import Options, option
-from experiments.lib.reporting import print_table, write_results
+from experiments.lib.options import Options, engine_option, option
+from experiments.lib.reporting import print_rows, print_table, write_results
 from experiments.lib.serving_figures import outcome
 from experiments.paper.claims import Claim
 from paged_jax import Engine, SamplingParams
@@ -82,14 +83,12 @@ class Config(Options):
         None, "The objective for the time from a request's arrival to its first token (s).", least=0
     )
     model: str = option("smollm2", "The model's name or path.")
-    block_size: int = option(16, "A KV block has so many slots.")
+    block_size: int = engine_option("block_size")
     num_blocks: int | None = option(
-        None, "The pool has so many blocks. By default it has room for four long prompts."
+        None, "The pool has so many blocks. By default it has room for four long prompts.", least=1
     )
-    max_num_seqs: int = option(16, "So many sequences run at a time.")
-    max_num_batched_tokens: int = option(
-        256, "An iteration has so many tokens where prompts are cut into chunks."
-    )
+    max_num_seqs: int = engine_option("max_num_seqs", 16)
+    max_num_batched_tokens: int = engine_option("max_num_batched_tokens", 256)
 
     def __post_init__(self) -> None:
         for name, values in (("loads", self.loads), ("rates", self.rates or (1,))):
@@ -124,7 +123,7 @@ class Config(Options):
 
 
 class Objective(NamedTuple):
-    """What a request is promised, in seconds."""
+    """The times that a request is promised, in seconds."""
 
     ttft_s: float  # from its arrival to its first token, at most
     gap_s: float  # from each of its tokens to the next, at most
@@ -270,29 +269,21 @@ def measure(
 def plot(cases: Sequence[Case], objective: Objective, out_dir: str) -> None:
     """Four panels over the request rate: first token, gaps, goodput, output tokens/s."""
     figure, axes = figures.panels(2, 2, size=(5, 3.5))
-
-    def line(system: str, figure: str) -> list[tuple[float, float | None]]:
-        return [(c.rate, getattr(c, figure)) for c in cases if c.system == system]
-
-    for panel, name, label in (
-        (axes[0, 0], "ttft", "time to first token (s)"),
-        (axes[0, 1], "gap", "time between two tokens (s)"),
+    for panel, label, names, limit in (
+        (axes[0, 0], "time to first token (s)", ("ttft_p99_s", "ttft_p50_s"), objective.ttft_s),
+        (axes[0, 1], "time between two tokens (s)", ("gap_p99_s", "gap_p50_s"), objective.gap_s),
+        (axes[1, 0], "goodput (requests/s)", ("goodput",), None),
+        (axes[1, 1], "output tokens/s", ("tokens_per_s",), None),
     ):
-        for color, system in enumerate(SYSTEMS):
-            tails, medians = line(system, f"{name}_p99_s"), line(system, f"{name}_p50_s")
-            figures.lines(panel, {f"{system}, p99": tails}, color=f"C{color}")
-            figures.lines(panel, {"_": medians}, "o:", color=f"C{color}")
-        limit = getattr(objective, f"{name}_s")
-        panel.axhline(limit, color="0.6", linewidth=1, label="objective")
-        panel.set(ylabel=f"{label} (dotted: p50)", yscale="log")
-    for panel, name, label in (
-        (axes[1, 0], "goodput", "goodput (requests/s)"),
-        (axes[1, 1], "tokens_per_s", "output tokens/s"),
-    ):
-        figures.lines(panel, {system: line(system, name) for system in SYSTEMS})
-        panel.set(ylabel=label)
-    for panel in axes.flat:
-        panel.set_xlabel("requests/s")
+        for number, system in enumerate(SYSTEMS):
+            for name, style in zip(names, ("o-", "o:"), strict=False):
+                line = [(c.rate, getattr(c, name)) for c in cases if c.system == system]
+                named = f"{system}, p99" if style == "o-" else "_"  # a name that legends leave out
+                figures.lines(panel, {named: line}, style, color=f"C{number}")
+        if limit is not None:
+            panel.axhline(limit, color="0.6", linewidth=1, label="objective")
+            panel.set_yscale("log")
+        panel.set(xlabel="requests/s", ylabel=label + (" (dotted: p50)" if limit else ""))
     axes[0, 0].legend(fontsize="small")
     figures.save(figure, out_dir, "tail_latency.png")
 
@@ -337,11 +328,7 @@ def main(config: Config) -> None:
         COLUMNS,
         cases,
     )
-    print_table(
-        "p99 between two tokens: chunked over whole prompts",
-        list(ratios[0]),
-        [list(row.values()) for row in ratios],
-    )
+    print_rows("p99 between two tokens: chunked over whole prompts", ratios)
     print(
         f"objective: first token within {objective.ttft_s:.3g} s, gaps within "
         f"{objective.gap_s:.3g} s; {capacity:.3g} requests/s when all are there at the start"

@@ -33,7 +33,7 @@ from tqdm import tqdm
 
 from experiments.lib.experiment import run
 from experiments.lib.options import Options, option
-from experiments.lib.reporting import print_table, write_results
+from experiments.lib.reporting import print_rows, write_results
 from pallas_kernels import targets
 from pallas_kernels.lab import aot, ptx, worker
 from pallas_kernels.lab.checks import OPS, CheckResult, lab_of
@@ -128,7 +128,7 @@ def run_tasks(todo: list[Task], config: Config, interpret: bool) -> list[tuple[C
 
 
 def result_of(outcome: worker.Outcome) -> CheckResult:
-    """A check's result, or what became of it."""
+    """A check's result, or the verdict on a call that did not return one."""
     if outcome.status == "returned":
         result: CheckResult = outcome.value
         return result
@@ -161,9 +161,7 @@ def print_tables(rows: Sequence[Row]) -> None:
             own = [row for row in rows if (row["implementation"], row["check"]) == (impl, kind)]
             if own:
                 where = f" on {own[0]['where']}" if kind == "values" else ""
-                lines = [line_of(row) for row in own]
-                cells = [list(line.values()) for line in lines]
-                print_table(f"{impl}: {kind}{where}", list(lines[0]), cells)
+                print_rows(f"{impl}: {kind}{where}", map(line_of, own))
     if (reason := aot.missing()) and any(row["check"] == "lowering" for row in rows):
         print(f"no machine code was looked at: {reason}")
 
