@@ -202,14 +202,13 @@ def memory_shares(deployment: Deployment) -> dict[str, float]:
 def overloaded_row(load: Load) -> dict[str, Any]:
     """A system when more requests come than it can serve."""
     run = overloaded(load)
-    shares = run.memory_shares
-    wasted = [shares["reserved"], shares["internal"], shares["external"]]
+    tokens, reserved, internal, external, _ = run.memory_shares.values()
     return {
         "system": SYSTEMS[load.system].label,
         "batch_size": run.mean_batch_size,
-        "tokens_percent": 100 * shares["token_states"],  # of the pool
-        "waste_percent": 100 * sum(wasted),
-        "free_percent": 100 * shares["free"],
+        "tokens_percent": 100 * tokens,  # of the pool: token states
+        "waste_percent": 100 * (reserved + internal + external),
+        "free_percent": 100 * (1 - tokens - reserved - internal - external),
     }
 
 

@@ -296,7 +296,8 @@ def main(config: Config) -> None:
     print_tables(rows)
     write_results(rows, config, paper_percent=PAPER_PERCENT, explanations=explanations)
     plot(rows, systems, config.out_dir)
-    print(*explanations, sep="\n")
+    for line in explanations:
+        print(line)
 
 
 # The paper's claims
