@@ -122,7 +122,7 @@ def row_of(
         "lengths": lengths,
         "system": system.name,
         **waste.shares,
-        "used_as_tokens": waste.used_as_tokens,  # token states in percent of the slots that are not free
+        "used_as_tokens": waste.used_as_tokens,  # token states in percent of what is held
         "paper_tokens": paper and paper[0],
         "off_points": off if lengths in SHAREGPT else None,
         "batch_size": waste.batch_size,
