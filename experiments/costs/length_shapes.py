@@ -41,8 +41,8 @@ from experiments.paper.waste import CATEGORIES, plot_shares, waste_of
 class Config(SystemOptions):
     rates: tuple[str, ...] = option(
         ("orca_max:0.6", "orca_pow2:0.8", "orca_oracle:1.0", "paged:1.8"),
-        "Tails are those at these rates, as system:requests/s; by default about 80 % of what each "
-        "system sustains with log-normal lengths.",
+        "Tails are measured at these rates, as system:requests/s; by default at about 80 % of what "
+        "each system sustains with log-normal lengths.",
     )
     duration_s: float = option(3600.0, "Requests arrive for so long (s).", quick=600.0, least=1)
 
@@ -97,7 +97,7 @@ def rates_of(texts: tuple[str, ...], systems: list[str]) -> dict[str, float]:
 
 
 def compare(rows: Rows) -> list[str]:
-    """What each system would be thought to do by its constant lengths, and what it does."""
+    """A line for each system: its waste and its tail with each shape of lengths."""
     lines = []
     for system in dict.fromkeys(row["system"] for row in rows):
         shapes = chosen(rows, system=system)

@@ -144,7 +144,7 @@ def described_model(config: Config) -> ModelShape:
 
 
 def memory_share(config: Config, model: ModelShape, gpu: GPU) -> float:
-    """What weights and KV may take of the memory."""
+    """The share of the memory that weights and KV may take."""
     if config.memory_share is not None:
         return config.memory_share
     setup = SETUPS.get(model.name)
@@ -154,7 +154,7 @@ def memory_share(config: Config, model: ModelShape, gpu: GPU) -> float:
 
 
 def plan(config: Config) -> tuple[Deployment, dict[str, float]]:
-    """What the options describe, and the figures of its memory."""
+    """The deployment that the options describe, and the figures of its memory."""
     model, gpu, num_gpus = described_model(config), described_gpu(config), config.num_gpus
     block_size, share = config.block_size, memory_share(config, model, gpu)
     room = room_for_kv(num_gpus * gpu.memory_bytes, model.weight_bytes, share=share)

@@ -122,11 +122,11 @@ def row_of(
         "lengths": lengths,
         "system": system.name,
         **waste.shares,
-        "used_as_tokens": waste.used_as_tokens,  # token states in percent of what is not free
+        "used_as_tokens": waste.used_as_tokens,  # token states in percent of what is held
         "paper_tokens": paper and paper[0],
         "off_points": off if lengths in SHAREGPT else None,
         "batch_size": waste.batch_size,
-        # Of a running sequence, with those that are there; paging reserves nothing for them.
+        # Tokens that a running sequence has and will have; paging reserves nothing for the latter.
         "tokens_to_come": None if is_paged else waste.tokens_to_come,
         "same_outputs": same,  # as with blocks
     }
@@ -169,7 +169,7 @@ def scaled_lengths(max_model_len: int) -> Lengths:
 def real_run(
     config: Config, requests: list[WorkloadRequest], system: System
 ) -> tuple[Waste, list[list[int]]]:
-    """What was where, and each request's tokens."""
+    """Where the pool's slots went, and each request's tokens."""
     max_model_len = config.real_max_model_len
     block_size = max(1, config.block_size * max_model_len // OPT_13B.model.max_model_len)
     engine = Engine(
@@ -220,7 +220,7 @@ def real_rows(config: Config, systems: list[System]) -> Rows:
 
 
 def paper_tokens_to_come(system: str) -> float:
-    """Of a running sequence: Figure 2's token states and reservations over Figure 13's requests."""
+    """Tokens of a running sequence: Figure 2's shares over the batch sizes of Figure 13."""
     tokens, reserved, *_ = PAPER_PERCENT[system]
     batch_size = PAPER_BATCH_SIZE["sharegpt", 2.0][system]
     return (tokens + reserved) / 100 * OPT_13B.num_slots / batch_size

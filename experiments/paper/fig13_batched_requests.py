@@ -64,7 +64,7 @@ def measure(item: tuple[Load, float]) -> dict[str, Any]:
         "paper": paper,  # read off the figure
         "off_percent": paper and 100 * (size / paper - 1),
         "tokens_percent": 100 * run.memory_shares["token_states"],  # in the pool
-        # Of the requests, when the last one has arrived.
+        # Requests that wait or run when the last one has arrived.
         "unfinished_percent": 100 * run.num_unfinished / len(run.requests),
         "preemptions": run.num_preemptions,
     }

@@ -71,7 +71,7 @@ class Config(SimulationOptions):
     )
     load: float = option(
         0.85,
-        "Latencies are those at this share of the rate that a block size of 16 serves.",
+        "Latencies are taken at this share of the rate that a block size of 16 serves.",
         least=0.01,
     )
     model: str = option("smollm2", "Name or path of the real model.")
@@ -90,7 +90,7 @@ loaded = cache(load_model)
 
 
 class Row(NamedTuple):
-    """One block size; throughput, waste and hits are those of a pool that is full."""
+    """One block size; throughput, waste and hits are figures of a full pool."""
 
     run: str
     workload: str
@@ -263,7 +263,7 @@ def real_row(config: Config, engine: Engine, workload: str) -> Row:
 
 
 def best_block_sizes(rows: Sequence[Row], tolerance: float = 0.05) -> list[int]:
-    """Of one workload and run: those whose latency is within `tolerance` of the lowest."""
+    """Block sizes whose latency is within `tolerance` of the lowest; rows are of one workload."""
     latencies = {row.block_size: row.latency_ms for row in rows if row.latency_ms is not None}
     lowest = min(latencies.values(), default=0.0)
     return [size for size, latency in latencies.items() if latency <= (1 + tolerance) * lowest]

@@ -31,8 +31,8 @@ PREFIX_TOKENS = LogNormal(200.0, 0.6)
 def shared_prefix_requests(count: int, *, vocab: VocabRange, seed: int) -> list[WorkloadRequest]:
     """Each begins with one of `NUM_PREFIXES` prefixes, the popular ones more often (Zipf).
 
-    What follows it has Alpaca's lengths, and so have the outputs. Those of n requests begin those
-    of n + 1.
+    The rest of a prompt and the output have Alpaca's lengths. A larger `count` adds requests after
+    the same first ones.
     """
     streams = np.random.default_rng([seed, 0x707265]).spawn(5)
     prefix_rng, choice_rng, prompt_rng, output_rng, token_rng = streams
@@ -85,7 +85,7 @@ def poisson_requests(
 def draw(
     lengths: str, count: int, max_model_len: int, seed: int, vocab: VocabRange = FILLER
 ) -> list[WorkloadRequest]:
-    """`count` requests that fit in the model; those that do not are left out and replaced.
+    """`count` requests that fit in the model; longer requests are left out and replaced.
 
     A trace that has fewer is read again from its beginning. See `note_on_length` for how many are
     left out.

@@ -53,7 +53,7 @@ def parse_rate(flag: str, form: str, text: str) -> tuple[str, float]:
 
 @dataclass(frozen=True)
 class Load:
-    """A system and what it serves: plain data, which can travel between processes."""
+    """A system and the requests that it serves: plain data, which can travel between processes."""
 
     system: str
     deployment: Deployment
@@ -237,7 +237,7 @@ SHOWN_LATENCY_S = 1.0  # of the vertical axes, as the paper's
 def curve_rows(
     panels: Mapping[Panel, Sequence[Sustained]], names: Sequence[str]
 ) -> list[dict[str, Any]]:
-    """All runs of all searches, by rate; `names` are those of the panels' values."""
+    """All runs of all searches, by rate; `names` name the values of a panel's key."""
     return [
         {
             **dict(zip(names, panel, strict=True)),

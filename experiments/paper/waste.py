@@ -17,8 +17,8 @@ COLOURS = ("tab:green", "tab:olive", "tab:orange", "tab:red", "0.9")
 class Waste:
     """Averages over the time in which requests waited, shares in percent of the pool.
 
-    Only then is it memory that limits how many run, and what is free of no use. Figure 2 has no
-    category of free slots: contiguous systems have none then, they are all in holes too small.
+    Only then does memory limit how many sequences run, and free slots are of no use. Figure 2 has
+    no category of free slots: contiguous systems have none then, all are in holes too small.
     """
 
     token_states: float
@@ -27,7 +27,7 @@ class Waste:
     external: float
     free: float
     batch_size: float
-    tokens_to_come: float  # and there already, of a running sequence: how long it will be
+    tokens_to_come: float  # that a running sequence has and will have
     waited_percent: float  # of the time of the iterations
 
     @property
