@@ -106,25 +106,25 @@ def tasks(config: Config, device: str, interpret: bool) -> list[Task]:
     return chosen
 
 
-def run_tasks(todo: list[Task], config: Config, interpret: bool) -> list[tuple[CheckResult, float]]:
-    """The tasks' results, in their order, and how long each took in seconds."""
-    results: dict[int, tuple[CheckResult, float]] = {}
-    on_device = [] if interpret else [i for i, task in enumerate(todo) if task.kind == "values"]
-    on_host = [i for i in range(len(todo)) if i not in on_device]
+def run_tasks(todo: list[Task], config: Config, interpret: bool) -> list[worker.Outcome]:
+    """The outcomes of the tasks, in their order."""
+    on_device = [task for task in todo if task.kind == "values" and not interpret]
+    on_host = [task for task in todo if task.kind != "values" or interpret]
+    outcomes: dict[Task, worker.Outcome] = {}
     with tqdm(total=len(todo), unit="case") as bar:
         # One process at a time has the GPU.
-        for indices, num_workers, env in (
+        for own, num_workers, env in (
             (on_device, 1, {}),
             (on_host, config.workers, {"JAX_PLATFORMS": "cpu"}),
         ):
-            calls = [(CHECKS[todo[i].kind], todo[i].arguments) for i in indices]
+            calls = [(CHECKS[task.kind], task.arguments) for task in own]
             ended = worker.run_all(calls, config.timeout_s, num_workers=num_workers, env=env)
-            for position, outcome in ended:
-                task = todo[indices[position]]
-                results[indices[position]] = (result_of(outcome), outcome.seconds)
+            for index, outcome in ended:
+                task = own[index]
+                outcomes[task] = outcome
                 bar.set_postfix_str(f"{task.impl} {task.spec.name} {task.where}")
                 bar.update()
-    return [results[i] for i in range(len(todo))]
+    return [outcomes[task] for task in todo]
 
 
 def result_of(outcome: worker.Outcome) -> CheckResult:
@@ -136,9 +136,9 @@ def result_of(outcome: worker.Outcome) -> CheckResult:
     return CheckResult(verdict, outcome.reason, outcome.details)
 
 
-def row_of(task: Task, result: CheckResult, seconds: float) -> Row:
+def row_of(task: Task, outcome: worker.Outcome) -> Row:
     """One row of results.json; None where a check has no such figure."""
-    figures = asdict(result)
+    figures = asdict(result_of(outcome))
     del figures["details"]
     instructions = figures.pop("instructions") or {}
     return {
@@ -150,7 +150,7 @@ def row_of(task: Task, result: CheckResult, seconds: float) -> Row:
         "where": task.where,
         **figures,
         **{name: instructions.get(name) for name in ptx.INSTRUCTIONS},
-        "seconds": seconds,
+        "seconds": outcome.seconds,
     }
 
 
@@ -211,15 +211,12 @@ def instructions_of(row: Row) -> str | None:
 
 def faults(rows: Sequence[Row], details: Sequence[str]) -> list[dict[str, str]]:
     """The faults that make the run fail, each in a line; `details` has the details of each row."""
-    found = [
-        {
-            "fault": f"{row['implementation']}, {row['case']}, {row['where']}: {row['verdict']}: "
-            f"{row['reason']}",
-            "details": detail,
-        }
-        for row, detail in zip(rows, details, strict=True)
-        if row["verdict"] not in GOOD
-    ]
+    found = []
+    for row, detail in zip(rows, details, strict=True):
+        if row["verdict"] not in GOOD:
+            where = f"{row['implementation']}, {row['case']}, {row['where']}"
+            fault = f"{where}: {row['verdict']}: {row['reason']}"
+            found.append({"fault": fault, "details": detail})
     for impl in dict.fromkeys(row["implementation"] for row in rows):
         own = [row for row in rows if row["implementation"] == impl]
         # A GPU may lack what a kernel needs, so all lowering may be refused, but not all values.
@@ -255,11 +252,11 @@ def main(config: Config) -> int:
     device = "CPU" if interpret else jax.devices()[0].device_kind
 
     todo = tasks(config, device, interpret)
-    results = run_tasks(todo, config, interpret)
-    rows = [row_of(task, *result) for task, result in zip(todo, results, strict=True)]
+    outcomes = run_tasks(todo, config, interpret)
+    rows = [row_of(task, outcome) for task, outcome in zip(todo, outcomes, strict=True)]
 
     print_tables(rows)
-    found = faults(rows, [result.details for result, _ in results])
+    found = faults(rows, [result_of(outcome).details for outcome in outcomes])
     print_faults(found)
     write_results(rows, config, seed=config.seed, interpret=interpret, faults=found)
     for impl in config.impl:
