@@ -30,8 +30,8 @@ def folder(tmp_path):
     return tmp_path
 
 
-def run(folder: Path, *command: str) -> str:
-    """What the command prints; it must succeed."""
+def run(folder: Path, *command: str, codes: tuple[int, ...] = (0,)) -> str:
+    """What the command prints; it must end with one of the exit codes."""
     tools = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
     done = subprocess.run(
         command,
@@ -43,7 +43,7 @@ def run(folder: Path, *command: str) -> str:
         timeout=1500,
         check=False,
     )
-    assert done.returncode == 0, f"{command}\n{done.stdout}\n{done.stderr}"
+    assert done.returncode in codes, f"{command}\n{done.stdout}\n{done.stderr}"
     return done.stdout
 
 
@@ -89,7 +89,9 @@ def test_the_python_of_a_readme_runs(folder, program):
 
 @pytest.mark.parametrize("block", scripts())
 def test_the_commands_of_a_block_run(folder, block):
-    stdout = run(folder, "bash", "-euo", "pipefail", "-c", block.script)
+    # What compare finds depends on how quiet the machine is.
+    codes = (0, 1, 3) if "experiments.compare" in block.script else (0,)
+    stdout = run(folder, "bash", "-euo", "pipefail", "-c", block.script, codes=codes)
     for text, check in CHECKS.items():
         if text in block.script:
             check(stdout, folder)
@@ -121,10 +123,16 @@ def check_of_kernel_check(stdout: str, folder: Path) -> None:
     assert ('pip install -e ".[aot]"' in stdout) == (not aot.is_available())
 
 
+def check_of_compare(stdout: str, folder: Path) -> None:
+    assert "Outputs are equal for 100.0% of 8 requests." in stdout
+    assert re.search("^(PASSES|FAILS|UNCLEAR): ", stdout, flags=re.MULTILINE)
+
+
 # By a text in a block's commands: what must come out.
 CHECKS: dict[str, Callable[[str, Path], None]] = {
     "scratch.large_tiles": check_of_the_large_tiles,
     "kernel_check --impl=mosaic_gpu\n": check_of_kernel_check,
+    "experiments.compare": check_of_compare,
 }
 
 
