@@ -6,8 +6,8 @@ their output; `text` is not run. Words that may follow:
 
     slow   takes minutes: the test is marked slow
     aot    needs this extra, which the text before must have asked for
-    ci     sets up an environment or takes ten minutes: each command is a line of .ci/run, which runs
-           it in a clean clone
+    ci     sets up an environment, or takes ten minutes: each command is a line of .ci/run, which
+           runs it in a clean clone
 """
 
 import re
