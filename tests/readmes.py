@@ -93,8 +93,8 @@ def commands_in_text() -> list[list[str]]:
             elif prefix and not line.startswith("|--"):
                 spans = re.findall(r"`([^`]+)`", line.split("|")[1])
                 found += [shlex.split(prefix + span) for span in spans]
-        for span in re.findall(r"`([^`]+)`", text):
-            match shlex.split(span) if "=" in span or " " in span else [span]:
+        for span in re.findall(r"`((?:python|scripts/)[^`]+)`", text):
+            match shlex.split(span):
                 case ["python", "-m", module, *flags] if module.rstrip(".") != "experiments":
                     found.append([module, *flags])
                 case [script, *flags] if script in STARTED_BY:
