@@ -28,6 +28,7 @@ def test_pipelining_compares_a_device_that_sleeps_and_the_model(tmp_path):
     assert "not a measurement" in stdout
 
 
+@pytest.mark.slow  # a whole experiment
 def test_host_overhead_splits_an_iteration(tmp_path):
     results, _ = results_of(
         "costs.host_overhead",

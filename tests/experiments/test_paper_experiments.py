@@ -30,6 +30,7 @@ def test_capacity_prints_the_papers_slots_and_plans_for_a_model_of_ones_own(tmp_
     assert sum(results["memory_shares"].values()) == pytest.approx(100)
 
 
+@pytest.mark.slow  # a whole experiment
 def test_throughput_finds_rates_and_gains(tmp_path):
     results, _ = results_of(
         "paper.fig12_throughput", tmp_path, "--quick", ONE_PROCESS, "--lengths=sharegpt",
@@ -45,6 +46,7 @@ def test_throughput_finds_rates_and_gains(tmp_path):
     assert len(curve) > 6
 
 
+@pytest.mark.slow  # a whole experiment
 def test_batched_requests_are_put_beside_the_papers(tmp_path):
     results, _ = results_of(
         "paper.fig13_batched_requests", tmp_path, "--quick", "--processes=2", "--duration_s=10",

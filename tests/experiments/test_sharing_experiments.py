@@ -78,6 +78,7 @@ def test_a_shared_prefix_is_found_and_changes_no_output(tmp_path):
     assert results["prefill"]["cached_tokens"] == 96
 
 
+@pytest.mark.slow  # a whole experiment
 def test_a_chat_reuses_its_earlier_turns_until_its_beginning_is_cut_off(tmp_path, sharegpt):
     results, _ = results_of(
         "paper.fig17_chatbot",

@@ -379,6 +379,7 @@ def run(*arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
 
 
+@pytest.mark.slow  # a whole experiment
 @pytest.mark.skipif(jax.default_backend() == "gpu", reason="defaults of a CPU")
 def test_a_short_run_leaves_results_table_and_plot(tmp_path):
     result = run(
