@@ -16,7 +16,7 @@ import pytest
 
 from pallas_kernels.lab import aot
 from pallas_kernels.paged_attention import IMPLEMENTATIONS, reference
-from tests.kernels.compiler import needs_compiler
+from tests.compiler import needs_compiler
 from tests.readmes import LANGUAGES, ROOT, WORDS, blocks, commands_in_text, readmes
 
 BLOCKS = blocks()
