@@ -95,7 +95,7 @@ def commands_in_text() -> list[list[str]]:
                 found += [shlex.split(prefix + span) for span in spans]
         for span in re.findall(r"`((?:python|scripts/)[^`]+)`", text):
             match shlex.split(span):
-                case ["python", "-m", module, *flags] if module.rstrip(".") != "experiments":
+                case ["python", "-m", module, *flags] if not module.endswith("."):
                     found.append([module, *flags])
                 case [script, *flags] if script in STARTED_BY:
                     found.append([STARTED_BY[script], *flags])
