@@ -107,6 +107,16 @@ class Sequence:
     def is_finished(self) -> bool:
         return self.status is SequenceStatus.FINISHED
 
+    def end_with(self, token: int) -> tuple[FinishReason, int | None] | None:
+        """(finish reason, stop reason) if `token`, as its next one, ends the sequence; else None.
+
+        The stop reason is the stop token, or None for EOS and for the greatest length.
+        """
+        num_tokens = len(self.token_ids) + 1
+        if token in self.end_token_ids and num_tokens >= self.min_num_tokens:
+            return "stop", None if token in self.request.eos_token_ids else token
+        return ("length", None) if num_tokens >= self.max_num_tokens else None
+
     def branch(self) -> "Sequence":
         """A sequence of the same request that goes on from the same tokens."""
         other = Sequence(self.request, self.index)
@@ -143,6 +153,8 @@ class Request:
     deadline_s: float | None = None
     sequences: list[Sequence] = field(init=False, repr=False)
     beam_search: BeamSearch | None = field(init=False, default=None, repr=False)
+    # Tokens that end its sequences, those of `params.stop_token_ids` apart; the scheduler sets it.
+    eos_token_ids: frozenset[int] = field(init=False, repr=False, default=frozenset())
     # Leading prompt tokens that were in the cache when it was first admitted; None before.
     num_cached_tokens: int | None = field(init=False, default=None)
     # Its place in the order in which requests are served, and preempted from the end of; lower goes
@@ -164,9 +176,8 @@ class Request:
     def begin(self, eos_token_ids: frozenset[int]) -> None:
         """Set what ends its sequences, and start its search if it has beams."""
         params = self.params
-        ending = frozenset(params.stop_token_ids)
-        if not params.ignore_eos:
-            ending |= eos_token_ids
+        self.eos_token_ids = frozenset() if params.ignore_eos else eos_token_ids
+        ending = self.eos_token_ids | frozenset(params.stop_token_ids)
         for seq in self.sequences:
             seq.end_token_ids = ending
         if params.beam_width:

@@ -3,7 +3,7 @@
 import collections.abc
 
 from paged_jax.memory.interface import MemoryManager
-from paged_jax.outputs import TokenLogprobs
+from paged_jax.outputs import FinishReason, TokenLogprobs
 from paged_jax.scheduling.batch import ScheduledBatch, start_forks
 from paged_jax.scheduling.queues import Queues, Unfinished
 from paged_jax.scheduling.request import Request, Sequence, SequenceStatus
@@ -44,20 +44,17 @@ def advance(request: Request, memory: MemoryManager) -> list[Sequence]:
     return old
 
 
+type Stops = collections.abc.Mapping[int, str]  # sequence id -> stop string that its text has met
+type End = tuple[FinishReason, int | str | None]  # finish reason, stop reason
+
+
 class Results:
     """Takes results in, for the scheduler."""
 
-    def __init__(
-        self,
-        memory: MemoryManager,
-        queues: Queues,
-        unfinished: Unfinished,
-        eos_token_ids: frozenset[int],
-    ):
+    def __init__(self, memory: MemoryManager, queues: Queues, unfinished: Unfinished):
         self._memory = memory
         self._queues = queues
         self._unfinished = unfinished
-        self._eos_token_ids = eos_token_ids
 
     def take(
         self,
@@ -65,6 +62,7 @@ class Results:
         sampled: collections.abc.Sequence[int],
         logprobs: collections.abc.Sequence[TokenLogprobs | None],
         prompt_logprobs: collections.abc.Sequence[collections.abc.Sequence[TokenLogprobs]],
+        stops: Stops,
     ) -> list[Sequence]:
         """See `Scheduler.update`."""
         decodes = batch.decodes
@@ -72,7 +70,7 @@ class Results:
             raise ValueError(f"{len(sampled)} tokens for {batch.num_samples} samples")
         running = SequenceStatus.RUNNING
         block_size, publish = self._memory.block_size, self._memory.publish
-        ended: list[Sequence] = []
+        ending: list[tuple[Sequence, End]] = []
         for seq, token in zip(decodes, sampled, strict=False):
             if seq.status is running:
                 token_ids = seq.token_ids
@@ -81,11 +79,15 @@ class Results:
                     publish(seq.seq_id, token_ids, num_tokens)
                 if seq.is_beam:
                     continue
+                if (
+                    num_tokens + 1 >= seq.max_num_tokens
+                    or token in seq.end_token_ids
+                    or seq.seq_id in stops
+                ) and (end := _end(seq, token, stops)):
+                    ending.append((seq, end))
                 token_ids.append(token)
-                if num_tokens + 1 >= seq.max_num_tokens or token in seq.end_token_ids:
-                    ended.append(seq)
         if batch.prefills:
-            self._take_prefills(batch, sampled[len(decodes) :], ended)
+            ending += self._take_prefills(batch, sampled[len(decodes) :], stops)
             for chunk, scores in zip(batch.prefills, prompt_logprobs, strict=False):
                 chunk.seq.request.prompt_logprobs += scores
         searching: dict[str, Request] = {}
@@ -96,7 +98,9 @@ class Results:
                     if seq.is_beam:
                         seq.candidates = row.top
                         searching[seq.request.request_id] = seq.request
-        finished = [seq for seq in ended if self._end(seq)]
+        for seq, end in ending:
+            self._unfinished.finish(seq, *end)
+        finished = [seq for seq, _ in ending]
         for request in searching.values():
             finished += self._advance_beams(request)
         return finished
@@ -105,8 +109,9 @@ class Results:
         self,
         batch: ScheduledBatch,
         sampled: collections.abc.Sequence[int],
-        ended: list[Sequence],
-    ) -> None:
+        stops: Stops,
+    ) -> list[tuple[Sequence, End]]:
+        ending: list[tuple[Sequence, End]] = []
         first_tokens = iter(sampled)
         for chunk in batch.prefills:
             seq = chunk.seq
@@ -123,8 +128,10 @@ class Results:
                 continue
             for started_seq, token in zip((seq, *chunk.forks), tokens, strict=True):
                 if started_seq in started:
+                    if end := _end(started_seq, token, stops):
+                        ending.append((started_seq, end))
                     started_seq.token_ids.append(token)
-                    ended.append(started_seq)
+        return ending
 
     def _advance_beams(self, request: Request) -> list[Sequence]:
         """Take a step of the search if all its beams have candidates; returns those that end."""
@@ -143,14 +150,8 @@ class Results:
             return []
         return self._unfinished.end(request.request_id, "stop")
 
-    def _end(self, seq: Sequence) -> bool:
-        """Finish the sequence if its newest token ends it."""
-        token = seq.token_ids[-1]
-        num_tokens = len(seq.token_ids)
-        if token in seq.end_token_ids and num_tokens >= seq.min_num_tokens:
-            params = seq.request.params
-            is_eos = token in self._eos_token_ids and not params.ignore_eos
-            self._unfinished.finish(seq, "stop", None if is_eos else token)
-        elif num_tokens >= seq.max_num_tokens:
-            self._unfinished.finish(seq, "length")
-        return seq.is_finished
+
+def _end(seq: Sequence, token: int, stops: Stops) -> End | None:
+    """How `token`, as its next one, ends the sequence; None if it goes on."""
+    stop = stops.get(seq.seq_id)
+    return seq.end_with(token) if stop is None else ("stop", stop)

@@ -30,6 +30,7 @@ its own sequences each other, each once more.
 """
 
 import collections.abc
+import types
 
 from paged_jax.config import EngineConfig
 from paged_jax.memory.interface import MemoryManager
@@ -95,7 +96,7 @@ class Scheduler(Counters):
             max_num_seqs=config.max_num_seqs,
             watermark_blocks=int(config.watermark * memory.num_total_blocks),
         )
-        self._results = Results(memory, self.queues, self._unfinished, self._eos_token_ids)
+        self._results = Results(memory, self.queues, self._unfinished)
         self._num_added = 0
         self._num_blocks_left = 0  # free ones when an iteration was planned last
 
@@ -246,17 +247,19 @@ class Scheduler(Counters):
         sampled: collections.abc.Sequence[int],
         logprobs: collections.abc.Sequence[TokenLogprobs | None] = (),
         prompt_logprobs: collections.abc.Sequence[collections.abc.Sequence[TokenLogprobs]] = (),
+        stops: collections.abc.Mapping[int, str] = types.MappingProxyType({}),
     ) -> list[Sequence]:
         """Take in an iteration's results; returns the sequences that it finished.
 
         `sampled`: a token for each of the batch's `sampled`; `logprobs` likewise, at least of
         those whose `wants_candidates` is set; `prompt_logprobs`: for each prefill, those that its
-        request still lacked. What was finished or aborted since the batch was scheduled is passed
-        over.
+        request still lacked; `stops`: by sequence id, the stop string that the sequence's text has
+        met with this token, which ends it whatever else the token does. What was finished, failed
+        or aborted since the batch was scheduled is passed over.
         """
         self.num_swapped_out_blocks += len(batch.swap_outs)
         self.num_swapped_in_blocks += len(batch.swap_ins)
-        return self._results.take(batch, sampled, logprobs, prompt_logprobs)
+        return self._results.take(batch, sampled, logprobs, prompt_logprobs, stops)
 
     def recover(self, *, cache_lost: bool) -> None:
         """After an iteration whose execution raised: let the next one do its work.

@@ -50,6 +50,66 @@ def test_a_stop_at_the_last_token_counts_as_stop():
     assert end_of([5, EOS], max_tokens=2) == ([5, EOS], "stop", None)
 
 
+def test_a_stop_string_ends_a_sequence_whatever_else_its_token_does():
+    for first, second, params in (
+        (5, 6, {}),
+        (5, 6, {"max_tokens": 2}),
+        (5, EOS, {}),
+        (5, 6, {"stop_token_ids": [6]}),
+        (5, EOS, {"min_tokens": 9}),
+    ):
+        scheduler = make_scheduler()
+        stopped, other = make_request("a", 3, **params), make_request("b", 3, max_tokens=9)
+        scheduler.add(stopped)
+        scheduler.add(other)
+        scheduler.update(scheduler.schedule(), [first, 7])
+        (seq,) = stopped.sequences
+        assert scheduler.update(scheduler.schedule(), [second, 7], stops={seq.seq_id: "END"}) == [
+            seq
+        ]
+        assert seq.output_token_ids == [first, second]
+        assert (seq.finish_reason, seq.stop_reason) == ("stop", "END")
+        assert outputs(other) == [([7, 7], None)]
+
+
+def test_a_stop_string_may_end_a_sequence_with_its_first_token():
+    scheduler = make_scheduler(max_num_seqs=2)
+    request = make_request("a", 3, n=2, max_tokens=9)
+    scheduler.add(request)
+    stopped, other = request.sequences
+    assert scheduler.update(scheduler.schedule(), [5, 6], stops={stopped.seq_id: "END"}) == [
+        stopped
+    ]
+    assert outputs(request) == [([5], "stop"), ([6], None)]
+    assert scheduler.schedule().decodes == [other]
+
+
+def test_a_request_that_fails_before_the_update_gets_no_token():
+    scheduler = make_scheduler()
+    failed, other = make_request("a", 3), make_request("b", 3)
+    scheduler.add(failed)
+    scheduler.add(other)
+    scheduler.update(scheduler.schedule(), [5, 5])
+    batch = scheduler.schedule()
+    scheduler.fail("a", "its text could not be decoded")
+    assert scheduler.update(batch, [6, 6], stops={failed.sequences[0].seq_id: "END"}) == []
+    assert outputs(failed) == [([5], "error")]
+    assert outputs(other) == [([5, 6], None)]
+
+
+def test_a_sequence_tells_beforehand_how_a_token_would_end_it():
+    scheduler = make_scheduler()
+    request = make_request("a", 3, min_tokens=2, max_tokens=3, stop_token_ids=[6])
+    scheduler.add(request)
+    (seq,) = request.sequences
+    assert [seq.end_with(token) for token in (5, 6, EOS)] == [None, None, None]
+    scheduler.update(scheduler.schedule(), [5])
+    assert [seq.end_with(token) for token in (5, 6, EOS)] == [None, ("stop", 6), ("stop", None)]
+    scheduler.update(scheduler.schedule(), [5])
+    assert seq.end_with(5) == ("length", None)
+    assert seq.end_with(6) == ("stop", 6)
+
+
 def test_nothing_stops_before_min_tokens():
     assert end_of([EOS, 6, EOS, 5], min_tokens=3) == ([EOS, 6, EOS], "stop", None)
     assert end_of([6, 6, 5, 6], min_tokens=3, stop_token_ids=[6]) == ([6, 6, 5, 6], "stop", 6)
