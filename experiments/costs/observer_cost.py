@@ -121,9 +121,7 @@ def run_case(num_seqs: int, num_iterations: int, out_dir: Path) -> list[dict[str
             request = next(arriving)
             core.add(request)
             delivery.add(RequestRecord.of(request, None, tokenizer, streams=False, on_output=None))
-        iteration = core.step()
-        delivery.take(iteration)
-        core.report(iteration)
+        delivery.advance()
         delivery.take_outbox()
 
     observers = {

@@ -44,12 +44,15 @@ from paged_jax.scheduling.request import Request
 class Engine:
     """Serves a model: continuous batching over a paged KV cache on JAX's default device.
 
+    Requests come in by `generate`, `chat`, `stream` or `add_request`; whoever waits for an output
+    turns the engine, an iteration at a time. An engine belongs to one thread.
+
     model: "smollm2" (the packaged model), a Hugging Face directory or a .gguf file; or a
         `LoadedModel`.
     on_iteration: called with the statistics of every iteration; it must not abort requests. If it
         raises, a warning says so and it is not called again.
-    options: the fields of `paged_jax.config.EngineConfig`, such as ``block_size=16``; it describes
-        each of them.
+    options: the fields of `paged_jax.EngineConfig`, such as `block_size=16`, which describes each
+        of them. `Engine.options` has them with all defaults filled in.
 
     ValueError, in one line, for anything that cannot work; TypeError for an unknown option.
     """
@@ -146,7 +149,7 @@ class Engine:
                 except ValueError as error:
                     kind = QueueFull if isinstance(error, QueueFull) else ValueError
                     raise kind(f"prompt {i}: {error}") from None
-            return complete(ids, self._delivery, self._advance, progress=progress)
+            return complete(ids, self._delivery, progress=progress)
         except BaseException:
             for request_id in ids:
                 self.abort(request_id)
@@ -174,7 +177,7 @@ class Engine:
         To close one, or to let go of it, aborts its request.
         """
         request_id = self.add_request(None, prompt, params, stream=True)
-        return OutputStream(request_id, self._delivery, self._advance)
+        return OutputStream(request_id, self._delivery)
 
     def add_request(
         self,
@@ -251,18 +254,8 @@ class Engine:
 
         A request that fails ends alone, with its reason in `RequestOutput.error`.
         """
-        self._advance()
+        self._delivery.advance()
         return self._delivery.take_outbox()
-
-    def _advance(self) -> None:
-        """One iteration; its outputs go to those who wait for them."""
-        self._delivery.drop_abandoned()
-        self._delivery.file(seq.request for seq in self.core.expire())
-        if self.core.scheduler.has_work:
-            iteration = self.core.step()
-            self._delivery.take(iteration)
-            self.core.report(iteration)
-        self._delivery.call_back()
 
     def abort(self, request_id: str) -> RequestOutput | None:
         """End a request in any state; returns what it has, None if there is no such request.

@@ -80,14 +80,13 @@ class ChromeTrace(Observer):
                 "output_tokens": sum(len(out.token_ids) for out in output.outputs),
                 "cached_tokens": output.num_cached_tokens,
                 "preemptions": output.metrics.num_preemptions,
+                **({} if output.error is None else {"error": output.error}),
             },
         )
 
     def _end(self, request_id: str, time_s: float, facts: dict[str, object]) -> None:
-        request, end_s = self._phases.end(request_id, time_s)
+        _, end_s = self._phases.end(request_id, time_s)
         lane, time = self._lane.pop(request_id), self._time(end_s)
-        if request.error is not None:
-            facts["error"] = request.error
         self._file.end(REQUESTS, FIRST_LANE + lane, time, {})
         self._file.end(REQUESTS, FIRST_LANE + lane, time, facts)
         self._lanes.give_back(lane, time)
