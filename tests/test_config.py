@@ -13,7 +13,7 @@ from absl import flags
 from experiments.lib import engine_flags
 from paged_jax import Engine
 from paged_jax.config import EngineConfig
-from paged_jax.simulation.system import SystemConfig
+from paged_jax.simulation.run import SystemConfig
 
 FIELDS = {field.name: field for field in dataclasses.fields(EngineConfig)}
 MODEL = {"model_name": "any", "max_position_embeddings": 1024}

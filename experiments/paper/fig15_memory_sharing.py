@@ -40,8 +40,8 @@ from experiments.paper.sharing_savings import (
     with_sharegpt_text,
 )
 from paged_jax import Engine, SamplingParams
-from paged_jax.simulation.branching import VOCAB_SIZE
-from paged_jax.simulation.system import SystemConfig
+from paged_jax.simulation.executor import VOCAB_SIZE
+from paged_jax.simulation.run import SystemConfig
 from paged_jax.workloads import PUBLISHED_LENGTHS, VocabRange, WorkloadRequest, build_workload
 
 _QUICK = flags.DEFINE_bool("quick", False, "Few requests, short outputs in the real run.")

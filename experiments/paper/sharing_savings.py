@@ -17,8 +17,8 @@ from paged_jax.outputs import TokenLogprobs
 from paged_jax.sampling_params import SamplingParams
 from paged_jax.scheduling.batch import ScheduledBatch
 from paged_jax.scheduling.request import Request
-from paged_jax.simulation.branching import VOCAB_SIZE, BeamCandidates, Branching
-from paged_jax.simulation.system import SystemConfig
+from paged_jax.simulation.executor import VOCAB_SIZE, BeamCandidates, Branching
+from paged_jax.simulation.run import SystemConfig
 from paged_jax.workloads import WorkloadRequest, find_packaged_sharegpt, read_sharegpt
 
 

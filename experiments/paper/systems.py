@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 from experiments.paper.setups import Deployment
 from paged_jax.simulation.cost_model import CostModel, RooflineCost
-from paged_jax.simulation.system import SystemConfig
+from paged_jax.simulation.run import SystemConfig
 
 # The paper names no limit of running sequences: memory is what it compares.
 MAX_NUM_SEQS = 1024

@@ -8,7 +8,7 @@ from tqdm import tqdm
 
 from experiments.simulator.real_engine import RealEngine
 from paged_jax.simulation.calibrated import Measured, StepBuckets
-from paged_jax.simulation.system import SystemConfig
+from paged_jax.simulation.run import SystemConfig
 from paged_jax.workloads import VocabRange, WorkloadRequest
 from paged_jax.workloads.request import random_token_ids
 

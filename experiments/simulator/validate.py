@@ -34,8 +34,7 @@ from experiments.lib.reporting import preset
 from experiments.simulator.calibration import facts, measure, prepare
 from experiments.simulator.real_engine import CLOCKS, RealEngine
 from paged_jax.simulation.calibrated import CalibratedCost, Measured
-from paged_jax.simulation.results import SimulatedRun
-from paged_jax.simulation.run import simulate
+from paged_jax.simulation.run import SimulatedRun, simulate
 from paged_jax.workloads import (
     PUBLISHED_LENGTHS,
     VocabRange,

@@ -5,18 +5,17 @@ import json
 from pathlib import Path
 
 from paged_jax.memory.usage import MemoryUsage
-from paged_jax.observability.observer import IterationStats, Observer
-from paged_jax.observability.trace_file import open_output
+from paged_jax.observability.observer import IterationStats, Observer, open_output
 from paged_jax.outputs import RequestOutput
 
 
 class IterationLog(Observer):
     """Writes `IterationStats` to a file, a line each: `{"index": 0, "start_s": 1.5, ...}`.
 
-    Where the slots went is under "usage", and requests that ended since the line before under
-    "ended", with their reasons. Every line is in the file when the iteration is over.
+    "usage" says how the slots were used, and "ended" which requests have ended since the line
+    before, with their reasons. Every line is in the file when its iteration is over.
 
-    path: of the file; ValueError if it cannot be written.
+    path: the log's file; ValueError if it cannot be written.
     """
 
     wants_stats = True

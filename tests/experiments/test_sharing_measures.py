@@ -18,7 +18,7 @@ from experiments.paper.sharing_savings import (
 )
 from paged_jax.memory.usage import MemoryUsage
 from paged_jax.sampling_params import SamplingParams
-from paged_jax.simulation.system import SystemConfig
+from paged_jax.simulation.run import SystemConfig
 from paged_jax.workloads import MooncakeRow, VocabRange, WorkloadRequest, mooncake_requests
 
 SYSTEM = SystemConfig(
