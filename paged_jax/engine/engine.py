@@ -112,7 +112,7 @@ class Engine:
     def warm_up(self, *, wait: bool = True, progress: bool = True) -> None:
         """Compile every step, or load it from JAX's persistent cache; return once all are there.
 
-        With ``wait`` off it goes on in the background, as it does after construction.
+        With `wait` off it goes on in the background, as it does after construction.
         """
         if self.executor.warm_up is None:
             self.executor.warm_up = WarmUp(self.executor.lowerings())

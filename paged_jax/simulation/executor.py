@@ -73,7 +73,7 @@ class Branching:
     def draw(
         self, rng: np.random.Generator, searches: Sequence[int], num_candidates: int
     ) -> NDArray[np.float64]:
-        """Log-probabilities of each beam's likeliest tokens, ``[beams, num_candidates]``.
+        """Log-probabilities of each beam's likeliest tokens, `[beams, num_candidates]`.
 
         `searches`: for each beam, which search it belongs to, counted from 0.
         """
