@@ -81,7 +81,7 @@ def choose_attention(config: ModelConfig, engine: EngineConfig) -> AttentionChoi
 def build(
     config: ModelConfig, options: EngineConfig, attention: AttentionChoice
 ) -> tuple[Scheduler, JaxExecutor]:
-    """An idle scheduler and an executor without parameters; names as in `paged_jax.Engine`."""
+    """An idle scheduler, and an executor without parameters."""
     head_size = attention.cache_head_size
     num_blocks = pool_size.num_blocks(config, options, cache_head_size=head_size)
     num_swap_blocks = options.swap_space_blocks or 0
@@ -105,21 +105,13 @@ def build(
         head_dim=head_size,
         dtype=options.dtype,
     )
-    buckets = prefill_buckets(options.max_num_batched_tokens)
     scheduler = Scheduler(
-        memory, options, eos_token_ids=config.eos_token_ids, prefill_sizes=buckets
-    )
-    executor = JaxExecutor(
-        config,
-        cache,
         memory,
-        attention=attention.attention,
-        max_num_seqs=options.max_num_seqs,
-        prefill_buckets=buckets,
-        max_prefill_seqs=options.max_prefill_seqs,
-        max_model_len=options.max_model_len,
+        options,
+        eos_token_ids=config.eos_token_ids,
+        prefill_sizes=prefill_buckets(options.max_num_batched_tokens),
     )
-    return scheduler, executor
+    return scheduler, JaxExecutor(config, options, attention.attention, cache, memory)
 
 
 def device_params(model: LoadedModel, dtype: str) -> Params:

@@ -225,41 +225,27 @@ def beam_outputs(request: Request, tokenizer: Tokenizer | None) -> list[Completi
     """
     search, params = request.beam_search, request.params
     assert search is not None
-
-    def text(token_ids: list[int], stop_reason: int | None) -> str:
-        if tokenizer is None:
-            return ""
-        hides_last = stop_reason is not None and not params.include_stop_str_in_output
-        return _decode(tokenizer, request, token_ids, hides_last)
-
-    if not search.is_done:
-        return [
-            CompletionOutput(
-                index=index,
-                text=text(seq.output_token_ids, None),
-                token_ids=seq.output_token_ids,
-                finish_reason=seq.finish_reason,
-                stop_reason=None,
-                logprobs=None,
-            )
-            for index, seq in enumerate(request.sequences[: params.n])
-        ]
-    outputs = []
+    found: list[tuple[list[int], FinishReason | None, float | None, float | None]]
+    if search.is_done:
+        best = search.hypotheses
+        found = [(h.token_ids, h.finish_reason, h.cumulative_logprob, h.score) for h in best]
+    else:
+        found = [(s.output_token_ids, s.finish_reason, None, None) for s in request.sequences]
     eos = request.sequences[0].end_token_ids - set(params.stop_token_ids)
-    for index, hypothesis in enumerate(search.hypotheses[: params.n]):
-        last = hypothesis.token_ids[-1]
-        is_stop_token = hypothesis.finish_reason == "stop" and last not in eos
-        stop_reason = last if is_stop_token else None
+    outputs = []
+    for index, (token_ids, reason, cumulative_logprob, score) in enumerate(found[: params.n]):
+        ends_with_stop_token = reason == "stop" and token_ids[-1] not in eos
+        hides_last = ends_with_stop_token and not params.include_stop_str_in_output
         outputs.append(
             CompletionOutput(
                 index=index,
-                text=text(hypothesis.token_ids, stop_reason),
-                token_ids=hypothesis.token_ids,
-                finish_reason=hypothesis.finish_reason,
-                stop_reason=stop_reason,
+                text=_decode(tokenizer, request, token_ids, hides_last) if tokenizer else "",
+                token_ids=token_ids,
+                finish_reason=reason,
+                stop_reason=token_ids[-1] if ends_with_stop_token else None,
                 logprobs=None,
-                cumulative_logprob=hypothesis.cumulative_logprob,
-                score=hypothesis.score,
+                cumulative_logprob=cumulative_logprob,
+                score=score,
             )
         )
     return outputs

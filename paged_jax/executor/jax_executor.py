@@ -12,7 +12,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.stages import Lowered
 
-from paged_jax.executor.buckets import bucket_of, padded
+from paged_jax.config import EngineConfig
+from paged_jax.executor.buckets import bucket_of, padded, prefill_buckets
 from paged_jax.executor.compilation import WarmUp
 from paged_jax.executor.decode_rows import DecodeRows, TokenFeed
 from paged_jax.executor.interface import StepResult
@@ -51,25 +52,24 @@ class JaxExecutor:
     def __init__(
         self,
         config: ModelConfig,
+        options: EngineConfig,
+        attention: PagedAttention,
         cache: PagedKVCache,
         memory: MemoryManager,
-        *,
-        attention: PagedAttention,
-        max_num_seqs: int,
-        prefill_buckets: Seq[int],
-        max_prefill_seqs: int,
-        max_model_len: int,
     ):
         self._static: dict[str, Any] = {"config": config, "attention": attention}
         self.params: Params = {}
         self.cache = cache
         self.warm_up: WarmUp | None = None
         self._memory = memory
-        self._max_prefill_seqs = max_prefill_seqs
-        self._max_model_len = max_model_len
-        self._rows = DecodeRows(memory, max_num_seqs=max_num_seqs, max_model_len=max_model_len)
+        self._max_model_len = options.max_model_len
+        self._max_prefill_seqs = max_prefill_seqs = options.max_prefill_seqs
+        max_num_seqs = options.max_num_seqs
+        self._rows = DecodeRows(
+            memory, max_num_seqs=max_num_seqs, max_model_len=options.max_model_len
+        )
         self._swap_pool = SwapPool(cache, memory.num_swap_blocks)
-        self._prefill_buckets = prefill_buckets
+        self._prefill_buckets = prefill_buckets(options.max_num_batched_tokens)
         # With forks a prefill may start `max_num_seqs` sequences.
         self._head_buckets = sorted({1, min(4, max_prefill_seqs), max_prefill_seqs, max_num_seqs})
         # Room for the tokens of the widest step, whether it decodes or starts sequences.
@@ -292,14 +292,16 @@ class JaxExecutor:
             return take_step.lower(self._feed.empty, np.zeros(bucket, np.int32))
 
         sampled_buckets = sorted({*self._rows.buckets, *self._head_buckets})
-        return {
-            **{f"head {bucket}": partial(head, bucket) for bucket in self._head_buckets},
-            **{f"prefill {bucket}": partial(prefill, bucket) for bucket in self._prefill_buckets},
-            **{f"decode {bucket}": partial(decode, bucket) for bucket in self._rows.buckets},
-            **{f"copy {bucket}": partial(copy, bucket) for bucket in self._copy_buckets},
-            f"score {SCORE_ROWS}": partial(score, SCORE_ROWS),
-            **{f"read {bucket}": partial(read, bucket) for bucket in self._swap_pool.buckets},
-            **{f"write {bucket}": partial(write, bucket) for bucket in self._swap_pool.buckets},
-            **{f"hold {bucket}": partial(hold, bucket) for bucket in sampled_buckets},
-            **{f"take {bucket}": partial(take, bucket) for bucket in self._rows.buckets},
+        steps: dict[Callable[[int], Lowered], Seq[int]] = {
+            head: self._head_buckets,
+            prefill: self._prefill_buckets,
+            decode: self._rows.buckets,
+            copy: self._copy_buckets,
+            score: [SCORE_ROWS],
+            read: self._swap_pool.buckets,
+            write: self._swap_pool.buckets,
+            hold: sampled_buckets,
+            take: self._rows.buckets,
         }
+        sizes = ((lower, bucket) for lower, buckets in steps.items() for bucket in buckets)
+        return {f"{lower.__name__} {bucket}": partial(lower, bucket) for lower, bucket in sizes}
