@@ -80,7 +80,7 @@ def replay(
         if found is None:
             too_long += 1
         else:
-            memory.publish(seq_id, numbers, num_whole)
+            memory.commit_full_blocks(seq_id, numbers, num_whole)
             memory.free(seq_id)
         hit_tokens.append(unit * (found or 0))
         on_prompt()

@@ -74,10 +74,10 @@ def _swap_percent(run: ServedRun) -> float:
 def _counts(engine: Engine) -> tuple[int, int, int, int]:
     scheduler = engine.core.scheduler
     return (
-        scheduler.num_preemptions,
-        scheduler.num_preemptions_by_swap,
-        scheduler.num_swapped_out_blocks + scheduler.num_swapped_in_blocks,
-        scheduler.num_recomputed_tokens,
+        scheduler.counters.num_preemptions,
+        scheduler.counters.num_preemptions_by_swap,
+        scheduler.counters.num_swapped_out_blocks + scheduler.counters.num_swapped_in_blocks,
+        scheduler.counters.num_recomputed_tokens,
     )
 
 

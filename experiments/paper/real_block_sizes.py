@@ -72,7 +72,7 @@ class RealRuns:
         requests = self.requests(workload)
         require_fitting(engine, requests)
         before = engine.sharing_stats
-        num_preempted = engine.core.scheduler.num_preemptions
+        num_preempted = engine.core.scheduler.counters.num_preemptions
         runs: list[ServedRun] = []
         for number in range(self._rounds):
             # The salt hides what the rounds before have left in the cache.
@@ -121,5 +121,5 @@ class RealRuns:
             waste,
             tables,
             100 * hits / queried if workload == SHARED_PREFIXES else None,
-            engine.core.scheduler.num_preemptions - num_preempted,
+            engine.core.scheduler.counters.num_preemptions - num_preempted,
         )

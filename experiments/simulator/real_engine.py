@@ -203,10 +203,11 @@ class RealEngine:
 def _counts(scheduler: Scheduler) -> dict[str, int]:
     """Since the engine was made, by the names of `SimulatedRun`."""
     return {
-        "num_preemptions": scheduler.num_preemptions,
-        "num_preemptions_by_swap": scheduler.num_preemptions_by_swap,
-        "num_recomputed_tokens": scheduler.num_recomputed_tokens,
-        "num_swapped_blocks": scheduler.num_swapped_out_blocks + scheduler.num_swapped_in_blocks,
+        "num_preemptions": scheduler.counters.num_preemptions,
+        "num_preemptions_by_swap": scheduler.counters.num_preemptions_by_swap,
+        "num_recomputed_tokens": scheduler.counters.num_recomputed_tokens,
+        "num_swapped_blocks": scheduler.counters.num_swapped_out_blocks
+        + scheduler.counters.num_swapped_in_blocks,
     }
 
 

@@ -1,4 +1,4 @@
-"""Physical blocks: which are free, which are cached, and how often each of the others is held."""
+"""Physical blocks: which are free, which are cached, and the references to all others."""
 
 from collections import OrderedDict
 
@@ -10,12 +10,14 @@ class BlockPool:
 
     A block is in exactly one state:
 
-    - used: held by at least one reference;
-    - cached: held by nobody, its contents kept until the block is needed;
-    - free: held by nobody, its contents worthless.
+    | state  | references   | contents                          |
+    |--------|--------------|-----------------------------------|
+    | used   | at least one | of the sequences that hold it     |
+    | cached | none         | kept until the block is needed    |
+    | free   | none         | worthless                         |
 
-    The free list is a stack: recently freed blocks are reused first. Cached blocks stand in the
-    order in which they were let go, so the first of them is the least recently used.
+    The free list is a stack: the block freed last is reused first. Cached blocks stand in the order
+    in which their last reference was dropped, so the first is the least recently used.
     """
 
     __slots__ = ("_cached", "_free", "num_blocks", "ref_counts")
@@ -28,17 +30,17 @@ class BlockPool:
         self.num_blocks = num_blocks
         self._free = list(range(num_blocks - 1, NULL_BLOCK, -1))
         self._cached: OrderedDict[int, None] = OrderedDict()
-        # References held to each block. Others only read it; it is public for loops that are hot.
+        # References to each block; public for hot loops, which only read it.
         self.ref_counts = [0] * num_blocks
 
     @property
     def capacity(self) -> int:
-        """Blocks that can be handed out in all."""
+        """Blocks that can be handed out, used or not."""
         return self.num_blocks - 1
 
     @property
     def num_free(self) -> int:
-        """Blocks that `allocate` can hand out; cached ones only once they are evicted."""
+        """Blocks that `allocate` can hand out; a cached block counts once it is evicted."""
         return len(self._free)
 
     @property
@@ -80,7 +82,7 @@ class BlockPool:
     def release(self, block: int, *, keep: bool = False) -> None:
         """Drop a reference; RuntimeError if there is none.
 
-        The last one frees the block, or makes it the newest of those cached if `keep`.
+        Dropping the last one frees the block, or makes it the newest cached block if `keep`.
         """
         count = self.ref_counts[block]
         if count == 0:
@@ -93,12 +95,12 @@ class BlockPool:
                 self._free.append(block)
 
     def exchange(self, block: int, other: int) -> None:
-        """Let two blocks in use change places: each has the references that the other had."""
+        """Let two used blocks exchange their references."""
         counts = self.ref_counts
         counts[block], counts[other] = counts[other], counts[block]
 
     def evict(self) -> int:
-        """Free the least recently used of the cached blocks; KeyError if there is none."""
+        """Free the least recently used cached block and return it; KeyError if there is none."""
         block, _ = self._cached.popitem(last=False)
         self._free.append(block)
         return block

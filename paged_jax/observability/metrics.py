@@ -209,20 +209,24 @@ class Metrics(Observer):
         ]
 
     def _counters(self) -> list[Family]:
-        scheduler, stats = self._scheduler, self._scheduler.memory.stats
-        by_swap = scheduler.num_preemptions_by_swap
-        modes = {"recompute": scheduler.num_preemptions - by_swap, "swap": by_swap}
+        done, stats = self._scheduler.counters, self._scheduler.memory.stats
+        by_swap = done.num_preemptions_by_swap
+        modes = {"recompute": done.num_preemptions - by_swap, "swap": by_swap}
         plain = [
-            ("vllm:num_preemptions", "Preemptions.", scheduler.num_preemptions),
+            ("vllm:num_preemptions", "Preemptions.", done.num_preemptions),
             ("vllm:prompt_tokens", "Tokens of computed prompts.", self.num_prompt_tokens),
             ("vllm:prompt_tokens_cached", "Prompt tokens not computed.", self.num_cached_tokens),
             ("vllm:generation_tokens", "Tokens generated.", self.num_generated_tokens),
             ("vllm:prefix_cache_queries", "Tokens looked up in the cache.", stats.queried_tokens),
             ("vllm:prefix_cache_hits", "Tokens found in the cache.", stats.hit_tokens),
-            ("paged_jax:swap_fallbacks", "Swaps without room.", scheduler.num_swap_fallbacks),
-            ("paged_jax:recomputed_tokens", "Tokens lost.", scheduler.num_recomputed_tokens),
-            ("paged_jax:swapped_out_blocks", "Blocks moved out.", scheduler.num_swapped_out_blocks),
-            ("paged_jax:swapped_in_blocks", "Blocks moved back.", scheduler.num_swapped_in_blocks),
+            (
+                "paged_jax:swap_fallbacks",
+                "Swaps the host had no room for.",
+                done.num_swap_fallbacks,
+            ),
+            ("paged_jax:recomputed_tokens", "Tokens computed twice.", done.num_recomputed_tokens),
+            ("paged_jax:swapped_out_blocks", "Blocks moved out.", done.num_swapped_out_blocks),
+            ("paged_jax:swapped_in_blocks", "Blocks moved back.", done.num_swapped_in_blocks),
             ("paged_jax:failed_steps", "Steps that raised.", self.num_failed_steps),
             ("paged_jax:block_copies", "Blocks copied on write.", stats.copies),
             ("paged_jax:block_evictions", "Cached blocks given up.", stats.evictions),

@@ -296,11 +296,11 @@ class _Run:
             requests=[self._outcome(*arrived) for arrived in self.arrived],
             iterations=self.iterations,
             duration_s=end_s,
-            num_preemptions=self.scheduler.num_preemptions,
-            num_preemptions_by_swap=self.scheduler.num_preemptions_by_swap,
-            num_recomputed_tokens=self.scheduler.num_recomputed_tokens,
-            num_swapped_blocks=self.scheduler.num_swapped_out_blocks
-            + self.scheduler.num_swapped_in_blocks,
+            num_preemptions=self.scheduler.counters.num_preemptions,
+            num_preemptions_by_swap=self.scheduler.counters.num_preemptions_by_swap,
+            num_recomputed_tokens=self.scheduler.counters.num_recomputed_tokens,
+            num_swapped_blocks=self.scheduler.counters.num_swapped_out_blocks
+            + self.scheduler.counters.num_swapped_in_blocks,
             sharing=replace(self.scheduler.memory.stats),
         )
 

@@ -19,9 +19,9 @@ def requests():
 def wanted(engine_with, requests):
     """As served by the engine of 16-token blocks, all at once, without preemption."""
     engine = engine_with()
-    before = engine.core.scheduler.num_preemptions
+    before = engine.core.scheduler.counters.num_preemptions
     outputs = serve(engine, requests)
-    assert engine.core.scheduler.num_preemptions == before
+    assert engine.core.scheduler.counters.num_preemptions == before
     return outputs
 
 
@@ -41,7 +41,7 @@ def test_output_does_not_depend_on_block_size_and_preemption(
     """The pool holds the longest request and little more."""
     engine = engine_with(block_size=block_size, num_blocks=384 // block_size)
     assert serve(engine, requests) == wanted
-    assert engine.core.scheduler.num_preemptions > 0
+    assert engine.core.scheduler.counters.num_preemptions > 0
 
 
 def test_output_does_not_depend_on_the_batch(engine, requests, wanted):

@@ -132,7 +132,7 @@ def test_blocks_are_free_in_the_step_that_ends_a_sequence():
     assert ended.request.request_id == "a"
     assert scheduler.memory.num_free_blocks == scheduler.memory.num_total_blocks
     assert not scheduler.has_work
-    assert scheduler.num_finished == 1
+    assert scheduler.counters.num_finished == 1
 
 
 def test_the_engine_may_finish_a_sequence_with_its_own_reason():
@@ -145,7 +145,7 @@ def test_the_engine_may_finish_a_sequence_with_its_own_reason():
     scheduler.finish(seq, "error")  # it has ended: nothing happens
     assert (seq.finish_reason, seq.stop_reason) == ("stop", "END")
     assert scheduler.memory.num_free_blocks == scheduler.memory.num_total_blocks
-    assert scheduler.num_finished == 1
+    assert scheduler.counters.num_finished == 1
 
 
 def test_a_waiting_request_can_be_aborted():
@@ -172,11 +172,11 @@ def test_a_preempted_request_can_be_aborted():
     executor = FakeExecutor(scheduler.memory, never_ends)
     for name in "ab":
         scheduler.add(make_request(name, 3, max_tokens=6))
-    while not scheduler.num_preemptions:
+    while not scheduler.counters.num_preemptions:
         run_step(scheduler, executor)
     assert names(scheduler.abort("b")) == ["b"]
     run_to_end(scheduler, executor)
-    assert scheduler.num_finished == 2
+    assert scheduler.counters.num_finished == 2
 
 
 def test_an_abort_ends_all_of_n_sequences_that_are_left():
