@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 import paged_jax  # noqa: F401  # it sets XLA's options, which must be the same whatever runs first
+from pallas_kernels import extras
 
 if TYPE_CHECKING:
     from paged_jax import Engine
@@ -36,6 +37,18 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--soak", type=int, default=100, help="requests of the soak test; 10000 take minutes"
     )
+
+
+def pytest_configure() -> None:
+    """One line in place of an error for each test, where nothing can be tested."""
+    for module in ("hypothesis", "xdist"):
+        if not extras.is_installed(module):
+            command = extras.command("test")
+            raise pytest.UsageError(f"the tests need {module}; install it with: {command}")
+    try:
+        extras.check_platforms()
+    except ValueError as error:
+        raise pytest.UsageError(str(error)) from None
 
 
 @pytest.fixture(scope="session")

@@ -164,6 +164,8 @@ def print_tables(rows: list[dict[str, Any]]) -> None:
             print_lines(f"{impl}: values on {values[0]['where']}", map(values_line, values))
         if lowered := [row for row in own if row["check"] == "lowering"]:
             print_lines(f"{impl}: lowering", map(lowering_line, lowered))
+    if (reason := aot.missing()) and any(row["check"] == "lowering" for row in rows):
+        print(f"no machine code was looked at: {reason}")
 
 
 def print_lines(title: str, lines: Iterable[dict[str, object]]) -> None:

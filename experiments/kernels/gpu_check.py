@@ -29,6 +29,7 @@ from experiments.kernels.gpu_checks import Settings
 from experiments.kernels.gpu_report import Report
 from experiments.kernels.gpu_runner import run_checks, run_sanitizer
 from experiments.lib import reporting
+from pallas_kernels import extras
 from pallas_kernels.lab.worker import Worker
 
 _OUT_DIR = flags.DEFINE_string("out_dir", "out/gpu_check", "Where the results go.")
@@ -52,7 +53,11 @@ def start(worker: Worker, report: Report) -> Settings:
     report.facts = {**outcome.value, "seed": secrets.randbelow(2**32), "argv": sys.argv[1:]}
     platform = report.facts["device_platform"]
     if (platform == "gpu") == _DRY_RUN.value:
-        raise ValueError(f"JAX's device is a {platform}; --dry_run is for a CPU, and only for it")
+        missing = "" if platform == "gpu" else extras.missing_for_gpu()
+        raise ValueError(
+            f"JAX's device is a {platform}; --dry_run is for a CPU, and only for it"
+            + (f"; {missing}" if missing else "")
+        )
     return Settings(
         device=report.facts["device_kind"],
         copy_gb_per_s=report.facts["copy_gb_per_s"],

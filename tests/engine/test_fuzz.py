@@ -111,7 +111,9 @@ ACTIONS = {
 }
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize(
+    "seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in (1, 2))]
+)
 def test_callers_do_not_disturb_each_other(small_engine, requests, wanted, seed):
     callers = Callers(small_engine, requests, wanted, seed)
     before = small_engine.core.scheduler.counters.num_preemptions

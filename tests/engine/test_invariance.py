@@ -34,7 +34,7 @@ def test_the_requests_end_in_every_way(wanted):
     assert sum(lengths) > 500
 
 
-@pytest.mark.parametrize("block_size", [1, 4, 64])
+@pytest.mark.parametrize("block_size", [1, 4, pytest.param(64, marks=pytest.mark.slow)])
 def test_output_does_not_depend_on_block_size_and_preemption(
     engine_with, requests, wanted, block_size
 ):

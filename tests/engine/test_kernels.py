@@ -34,7 +34,10 @@ def completions(engine: Engine) -> tuple[list[list[int]], list[float]]:
     ("impl", "dtype", "kv_write", "cache_head_size"),
     [
         # A product takes 64 rows: the cache is twice as wide as the model's heads of 32.
-        ("mosaic_gpu", "float16", "mosaic_gpu", 64),
+        pytest.param(
+            *("mosaic_gpu", "float16", "mosaic_gpu", 64),
+            marks=pytest.mark.slow,  # the interpreter takes most of a minute
+        ),
         ("triton", "float32", "xla", 32),
     ],
 )

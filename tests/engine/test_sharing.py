@@ -35,7 +35,10 @@ def wanted(engine_with, requests):
 
 
 @pytest.mark.parametrize("caching", [True, False], ids=["caching", "no caching"])
-@pytest.mark.parametrize("block_size", [1, 4, 16])
+@pytest.mark.parametrize(
+    "block_size",
+    [pytest.param(1, marks=pytest.mark.slow), 4, pytest.param(16, marks=pytest.mark.slow)],
+)
 def test_output_is_the_same_with_and_without_the_prefix_cache(
     engine_with, requests, wanted, block_size, caching
 ):

@@ -16,7 +16,10 @@ from tests.engine.soak import Soak
 NUM_COMPARED = 60  # requests of a run, at most: those of the model alone take as long
 
 
-@pytest.mark.parametrize("pipelined", [False, True], ids=["in turn", "pipelined"])
+@pytest.mark.parametrize(
+    "pipelined",
+    [pytest.param(False, id="in turn", marks=pytest.mark.slow), pytest.param(True, id="pipelined")],
+)
 def test_random_requests_under_pressure_get_what_they_would_get_alone(
     engine_with, monkeypatch, request, pipelined
 ):

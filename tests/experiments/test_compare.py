@@ -67,6 +67,7 @@ def test_a_configuration_passes_against_itself(tmp_path):
     assert (tmp_path / "compare.png").read_bytes().startswith(b"\x89PNG")
 
 
+@pytest.mark.slow  # a whole experiment
 def test_a_candidate_that_changes_outputs_fails_and_is_shown_where(tmp_path):
     other = tmp_path / "other_lm"
     shutil.copytree(TINY_LM, other)
@@ -93,6 +94,7 @@ def test_a_candidate_that_changes_outputs_fails_and_is_shown_where(tmp_path):
     assert "FAILS" in stdout
 
 
+@pytest.mark.slow  # a whole experiment
 def test_a_candidate_that_is_slower_fails(tmp_path):
     """It computes one token at a time, the baseline up to sixteen; which figure shows it best
     depends on what else the machine does.

@@ -6,6 +6,7 @@ from tests.conftest import TINY_LM
 from tests.experiments.experiment_runs import results_of, run_experiment
 
 
+@pytest.mark.slow  # a whole experiment
 def test_pipelining_compares_a_device_that_sleeps_and_the_model(tmp_path):
     """By how much is for quiet machines; that they overlap is tested in virtual time."""
     results, stdout = results_of(

@@ -58,6 +58,7 @@ def test_batched_requests_are_put_beside_the_papers(tmp_path):
     assert alpaca_max["unfinished_percent"] > 50
 
 
+@pytest.mark.slow  # a whole experiment
 def test_beams_and_samples_are_served_by_paging_and_by_reservations(tmp_path):
     results, _ = results_of(
         "parallel_and_beam", tmp_path, ONE_PROCESS, "--widths=2", "--duration_s=2",
@@ -71,6 +72,7 @@ def test_beams_and_samples_are_served_by_paging_and_by_reservations(tmp_path):
     assert cases["basic", "orca_oracle"]["paper"] == 1.3
 
 
+@pytest.mark.slow  # a whole experiment
 def test_block_sizes_are_compared_simulated_and_on_a_model(tmp_path):
     results, stdout = results_of(
         "block_size", tmp_path, "--quick", ONE_PROCESS, "--duration_s=4", "--block_size=16,256",

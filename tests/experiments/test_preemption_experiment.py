@@ -22,6 +22,7 @@ SMALL = [
 ]
 
 
+@pytest.mark.slow  # a whole experiment
 def test_both_ways_are_measured_and_change_no_output(tmp_path):
     results, stdout = results_of("preemption", tmp_path, *SMALL)
 

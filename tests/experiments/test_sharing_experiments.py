@@ -27,6 +27,7 @@ def sharegpt(tmp_path_factory) -> Path:
     return path
 
 
+@pytest.mark.slow  # a whole experiment
 def test_memory_sharing_puts_real_and_simulated_runs_beside_the_paper(tmp_path, sharegpt):
     results, stdout = results_of(
         "memory_sharing",

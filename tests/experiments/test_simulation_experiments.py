@@ -2,6 +2,8 @@
 
 import csv
 
+import pytest
+
 from paged_jax.simulation.calibrated import CalibratedCost
 from tests.conftest import TINY_LM
 from tests.experiments.experiment_runs import results_of
@@ -17,6 +19,7 @@ SMALL_ENGINE = [
 ]
 
 
+@pytest.mark.slow  # a whole experiment
 def test_a_calibration_measures_steps_of_every_size_and_is_read_by_the_simulator(tmp_path):
     results, stdout = results_of("calibrate", tmp_path, *SMALL_ENGINE)
     measured = {case["term"]: case for case in results["cases"]}

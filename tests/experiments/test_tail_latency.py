@@ -64,6 +64,7 @@ def test_the_figures_of_a_run_count_what_was_refused_and_late():
     assert case.largest_prefill == 9, "that of 99 tokens held up nobody"
 
 
+@pytest.mark.slow  # a whole experiment
 def test_tail_latency_compares_four_systems(tmp_path):
     results, stdout = results_of(
         "tail_latency",

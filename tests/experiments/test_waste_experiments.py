@@ -43,6 +43,7 @@ def test_waste_without_load_is_not_known():
         waste_of([iteration(1.0, 0, 2, 10, 20, 30, 40, 0)])
 
 
+@pytest.mark.slow  # a whole experiment
 def test_memory_waste_has_the_papers_order_simulated_and_real(tmp_path):
     results, stdout = results_of(
         "memory_waste",
@@ -76,6 +77,7 @@ def test_memory_waste_has_the_papers_order_simulated_and_real(tmp_path):
     assert "outputs that differ from those with blocks: none" in stdout
 
 
+@pytest.mark.slow  # a whole experiment
 def test_constant_lengths_hide_what_log_normal_ones_waste(tmp_path):
     results, stdout = results_of(
         "length_shapes",

@@ -16,11 +16,9 @@ from pallas_kernels import targets
 from pallas_kernels.lab import aot, ptx
 from pallas_kernels.lab.occupancy import occupancy
 from pallas_kernels.targets import TARGETS
+from tests.kernels.compiler import needs_compiler
 
 A100, L4, H200, B200 = TARGETS.values()
-needs_compiler = pytest.mark.skipif(
-    not aot.is_available(), reason='needs the aot extra: pip install -e ".[aot]"'
-)
 pytestmark = pytest.mark.filterwarnings(
     "ignore:The Pallas Triton backend is deprecated:DeprecationWarning"
 )

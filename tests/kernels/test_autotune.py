@@ -114,6 +114,7 @@ def test_a_kernel_without_tuning_is_refused(tmp_path):
     assert "error: attention 'xla' has nothing to tune" in result.stderr
 
 
+@pytest.mark.slow  # a whole experiment
 @needs_no_gpu
 def test_a_dry_run_measures_candidates_in_the_interpreter_and_writes_no_entry(tmp_path):
     table = tmp_path / "table.json"

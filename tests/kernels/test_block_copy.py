@@ -13,6 +13,7 @@ from pallas_kernels.lab import aot
 from pallas_kernels.lab.interpreter import Race, watch
 from pallas_kernels.registry import Unsupported
 from pallas_kernels.targets import TARGETS, compiling_for
+from tests.kernels.compiler import needs_compiler
 
 # [P, Hk, S, D] and how many caches: two programs to a block, one to a block, one row to a program.
 CASES = [
@@ -133,7 +134,7 @@ def test_every_shape_lowers(shape, dtype, target, parts):
     assert call.grid == (parts, BLOCKS, 2)
 
 
-@pytest.mark.skipif(not aot.is_available(), reason="needs the aot extra")
+@needs_compiler
 @pytest.mark.parametrize(
     ("name", "target"), [("copy", "A100"), ("read", "L4"), ("write", "H200"), ("copy", "B200")]
 )
@@ -149,7 +150,7 @@ def test_compiled_it_moves_16_bytes_at_a_time_and_needs_few_registers(name, targ
     assert moves == ["ld"] * 4 + ["st"] * 4
 
 
-@pytest.mark.skipif(not aot.is_available(), reason="needs the aot extra")
+@needs_compiler
 def test_caches_of_more_than_2_to_the_31_elements_are_addressed_with_64_bits():
     P, Hk, S, D = 500_000, 3, 16, 128
     caches = [shaped(P, Hk, S, D)] * 2

@@ -11,6 +11,7 @@ import pytest
 from pallas_kernels.lab import aot
 from pallas_kernels.paged_attention import Unsupported, cache_head_size, paged_prefill_attention
 from pallas_kernels.targets import TARGETS, Target
+from tests.kernels.compiler import needs_compiler
 
 A100, L4, H200, B200 = TARGETS.values()
 DTYPES = {
@@ -24,10 +25,8 @@ HEAD_SIZES = (64, 80, 96, 128, 256)
 HEADS = ((4, 4), (8, 2), (9, 3), (16, 1))
 NUM_QUERIES = (1, 40)
 OPTIONS = ((None, None), (30.0, 100))
+EVERY = 4  # configuration is lowered in the quick tests, too
 
-needs_compiler = pytest.mark.skipif(
-    not aot.is_available(), reason='needs the aot extra: pip install -e ".[aot]"'
-)
 pytestmark = pytest.mark.filterwarnings(
     "ignore:The Pallas Triton backend is deprecated:DeprecationWarning"
 )
@@ -100,7 +99,9 @@ def configurations(impl: str) -> list:
         # Steps of 7, which has no divisor in common with the number of variants.
         variant = variants[index * 7 % len(variants)]
         shape = Shape(variant[0], head_size, block_size, *variant[1:])
-        cases.append(pytest.param(impl, shape, target, id=f"{impl}-{target.name}-{shape}"))
+        marks = [] if index % EVERY == 0 else [pytest.mark.slow]
+        name = f"{impl}-{target.name}-{shape}"
+        cases.append(pytest.param(impl, shape, target, id=name, marks=marks))
     return cases
 
 

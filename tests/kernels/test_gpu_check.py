@@ -298,6 +298,7 @@ def script(out_dir: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     )
 
 
+@pytest.mark.slow  # a whole experiment
 @pytest.mark.skipif(jax.default_backend() == "gpu", reason="for a CPU")
 def test_a_dry_run_leaves_the_files_of_a_run(tmp_path):
     result = script(tmp_path, "--dry_run", "--impl=xla,xla_contiguous,contiguous", "--seconds=0")

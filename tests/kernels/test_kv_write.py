@@ -12,6 +12,7 @@ from pallas_kernels.lab import aot
 from pallas_kernels.lab.interpreter import Race, watch
 from pallas_kernels.registry import Unsupported
 from pallas_kernels.targets import TARGETS, compiling_for
+from tests.kernels.compiler import needs_compiler
 
 # [P, Hk, S, D]: a warp's worth of rows, and too few elements to occupy a warpgroup.
 SHAPES = [(6, 8, 16, 128), (7, 3, 4, 64), (5, 1, 1, 80)]
@@ -111,7 +112,7 @@ def test_every_shape_lowers(Hk, S, D, dtype, target):
     assert call.grid == (5, 1, 1)
 
 
-@pytest.mark.skipif(not aot.is_available(), reason="needs the aot extra")
+@needs_compiler
 @pytest.mark.parametrize("target", TARGETS.values(), ids=list(TARGETS))
 def test_compiled_it_moves_16_bytes_at_a_time_and_needs_few_registers(target):
     args = arguments(64, 1000, 8, 16, 128)
@@ -122,7 +123,7 @@ def test_compiled_it_moves_16_bytes_at_a_time_and_needs_few_registers(target):
     assert len(re.findall(r"\bst(\.global)?\.v4\.b32", kernel.ptx)) == 2
 
 
-@pytest.mark.skipif(not aot.is_available(), reason="needs the aot extra")
+@needs_compiler
 def test_caches_of_more_than_2_to_the_31_elements_are_addressed_with_64_bits():
     P, Hk, S, D = 500_000, 3, 16, 128
     args = arguments(4, P, Hk, S, D)

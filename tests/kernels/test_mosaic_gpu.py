@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels.lab import aot, interpreter
+from pallas_kernels.lab import interpreter
 from pallas_kernels.lab.attention import Spec
 from pallas_kernels.lab.cases import Case, make_case
 from pallas_kernels.lab.checks import CheckResult, check_values
@@ -24,6 +24,7 @@ from pallas_kernels.paged_attention.mosaic_gpu.contiguous import contiguous_atte
 from pallas_kernels.paged_attention.mosaic_gpu.tiles import Tiles, quotient
 from pallas_kernels.paged_attention.tuning import Tuning
 from pallas_kernels.targets import TARGETS, compiling_for
+from tests.kernels.compiler import needs_compiler
 
 # Contexts of nothing, one token, exact multiples of blocks and tiles, the whole table, and others.
 DECODE = {"context_lens": [0, 1, 64, 77, 128], "block_size": 16, "max_blocks": 8}
@@ -213,7 +214,7 @@ def test_wgmma_is_for_hopper_alone():
         assert f"9.0 alone, which a {target} has not" in reason
 
 
-@pytest.mark.skipif(not aot.is_available(), reason='needs the aot extra: pip install -e ".[aot]"')
+@needs_compiler
 @pytest.mark.parametrize("target", ["H200", "A100"])
 def test_compiles_where_no_size_is_a_power_of_two(worker, target):
     # In another process: LLVM aborts where it meets what it cannot do.

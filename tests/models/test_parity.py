@@ -46,6 +46,7 @@ def test_logits_of_the_last_tokens_are_those_of_hugging_face(smollm2, goldens):
     assert_last_logits_agree(logits, goldens)
 
 
+@pytest.mark.slow  # twenty continuations of the real model
 def test_greedy_continuations_are_those_of_hugging_face(smollm2, goldens):
     """All prompts together, so that they are batched, and prefilled in chunks."""
     engine = Engine(

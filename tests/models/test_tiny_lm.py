@@ -71,6 +71,7 @@ def test_logits_of_the_last_tokens_are_those_of_hugging_face(tiny_model, goldens
     assert_last_logits_agree(logits, goldens)
 
 
+@pytest.mark.slow  # all recorded continuations; test_model.py has short ones
 def test_greedy_continuations_are_those_of_hugging_face(engine_with, goldens):
     outputs = greedy(
         engine_with(num_blocks=256, max_model_len=1024),
@@ -83,6 +84,7 @@ def test_greedy_continuations_are_those_of_hugging_face(engine_with, goldens):
         assert_same_continuation(output, *golden)
 
 
+@pytest.mark.slow  # hundreds of tokens of each prompt
 def test_it_ends_by_itself_where_hugging_face_does(engine_with, goldens):
     continuations = goldens["continuations"].tolist()
     ending = [i for i, tokens in enumerate(continuations) if EOS in tokens]
@@ -102,6 +104,7 @@ def run_script(*arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, env=environment, capture_output=True, text=True)
 
 
+@pytest.mark.slow  # trains a model
 def test_the_script_trains_and_writes_a_model_that_loads(tmp_path):
     done = run_script("--steps=10", f"--out_dir={tmp_path}")
     assert done.returncode == 0, done.stderr

@@ -17,6 +17,7 @@ def test_everything_ends_in_order_with_the_same_output(rng):
     check_load(random_load(rng))
 
 
+@pytest.mark.slow  # a soak
 def test_a_soak_of_random_loads_sees_preemptions_and_keeps_every_promise():
     rng = random.Random(0)
     runs = [check_load(random_load(rng)) for _ in range(250)]
