@@ -53,8 +53,7 @@ from experiments.lib.serving_tables import print_completions, summary, tables
 from experiments.lib.workload_flags import SEED, WORKLOAD, lengths, make_workload
 from paged_jax import Engine
 from paged_jax.observability.chrome_trace import ChromeTrace
-from paged_jax.observability.iteration_log import IterationLog
-from paged_jax.observability.observer import watch
+from paged_jax.observability.observer import IterationLog, watch
 from paged_jax.observability.profiler import iteration_mark, profile
 from paged_jax.observability.prometheus import start_metrics_server
 

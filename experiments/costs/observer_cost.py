@@ -29,9 +29,8 @@ from paged_jax.engine.records import RequestRecord
 from paged_jax.executor.interface import Executor, StepResult
 from paged_jax.memory.block_manager import BlockManager
 from paged_jax.observability.chrome_trace import ChromeTrace
-from paged_jax.observability.iteration_log import IterationLog
 from paged_jax.observability.metrics import Metrics
-from paged_jax.observability.observer import Observer, watch
+from paged_jax.observability.observer import IterationLog, Observer, watch
 from paged_jax.sampling_params import SamplingParams
 from paged_jax.scheduling.batch import ScheduledBatch
 from paged_jax.scheduling.request import Request
