@@ -15,12 +15,7 @@ HOST_POOL_BYTES = 1 << 30  # the largest cache on a CPU, by default
 SWAP_BYTES = 4 << 30  # the largest host pool for swapped blocks, by default
 
 
-def num_blocks(
-    config: ModelConfig,
-    options: EngineConfig,
-    *,
-    cache_head_size: int,
-) -> int:
+def num_blocks(config: ModelConfig, options: EngineConfig, *, cache_head_size: int) -> int:
     """Blocks of the pool, the null block not counted.
 
     By default the pool has room for `max_num_seqs` sequences of `max_model_len` tokens, within

@@ -292,15 +292,15 @@ class _Run:
             if self.iterations and self.clock() > horizon_s:
                 last = self.iterations[-1]
                 self.iterations[-1] = replace(last, wall_s=horizon_s - last.start_s)
+        counters = self.scheduler.counters
         return SimulatedRun(
             requests=[self._outcome(*arrived) for arrived in self.arrived],
             iterations=self.iterations,
             duration_s=end_s,
-            num_preemptions=self.scheduler.counters.num_preemptions,
-            num_preemptions_by_swap=self.scheduler.counters.num_preemptions_by_swap,
-            num_recomputed_tokens=self.scheduler.counters.num_recomputed_tokens,
-            num_swapped_blocks=self.scheduler.counters.num_swapped_out_blocks
-            + self.scheduler.counters.num_swapped_in_blocks,
+            num_preemptions=counters.num_preemptions,
+            num_preemptions_by_swap=counters.num_preemptions_by_swap,
+            num_recomputed_tokens=counters.num_recomputed_tokens,
+            num_swapped_blocks=counters.num_swapped_out_blocks + counters.num_swapped_in_blocks,
             sharing=replace(self.scheduler.memory.stats),
         )
 
