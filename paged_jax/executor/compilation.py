@@ -13,21 +13,7 @@ import jax
 from jax.stages import Lowered
 from tqdm import tqdm
 
-_thread = threading.local()
-
-
-def is_warming_up() -> bool:
-    """Whether this thread is compiling ahead right now."""
-    return getattr(_thread, "warming_up", False)
-
-
-@contextmanager
-def _warming_up() -> Iterator[None]:
-    _thread.warming_up = True
-    try:
-        yield
-    finally:
-        _thread.warming_up = False
+_thread = threading.local()  # is_warming_up: whether it compiles ahead right now
 
 
 class WarmUp:
@@ -87,8 +73,11 @@ def _work(
 
 
 def _compile(lower: Callable[[], Lowered]) -> None:
-    with _warming_up():
+    _thread.is_warming_up = True
+    try:
         lower().compile()
+    finally:
+        _thread.is_warming_up = False
 
 
 def use_persistent_cache() -> None:
@@ -119,7 +108,7 @@ def count_compilations() -> Iterator[CompilationCount]:
     count = CompilationCount()
 
     def listen(event: str, duration_secs: float, **kwargs: str | int) -> None:
-        if event == _EVENT and not is_warming_up():
+        if event == _EVENT and not getattr(_thread, "is_warming_up", False):
             count.programs += 1
 
     jax.monitoring.register_event_duration_secs_listener(listen)
