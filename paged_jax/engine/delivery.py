@@ -92,7 +92,7 @@ class Delivery:
         if self._core.scheduler.has_work:
             try:
                 iteration = self._core.step(self._read)
-            except BaseException:  # of an interrupted iteration, what it has ended is filed
+            except BaseException:  # an interrupted iteration may have ended requests
                 self._file(
                     [each.request for each in self._records.values() if each.request.is_finished]
                 )
@@ -194,8 +194,8 @@ class Delivery:
             return None
         self._core.scheduler.abort(request_id)
         output = self._close(record)
-        # Outputs of a streaming request that nobody has taken yet are in this output too. Another
-        # request of the same name may have ended before.
+        # This output replaces a stream's outputs that are not taken yet. Another request of the
+        # same name may have ended before; its output stays.
         self._outbox = deque(
             out for out in self._outbox if out.request_id != request_id or out.finished
         )

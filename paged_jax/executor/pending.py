@@ -90,7 +90,7 @@ class PendingSteps:
     def __init__(
         self,
         steps: list[tuple[list[Sequence], Sampled]],  # sequences and the tokens sampled for them
-        last: jax.Array | None,  # what is computed last, unless it is sampled
+        last: jax.Array | None,  # the array that is computed last, unless it is sampled
         score: Callable[[], list[list[TokenLogprobs]]],  # scores the prompts' own tokens
         *,
         start_s: float,  # when the first step was dispatched, by `time.perf_counter`

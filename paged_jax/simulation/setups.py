@@ -22,10 +22,10 @@ class GPU:
 _GIB = 2**30
 
 # Data sheets of the SXM modules: NVIDIA A100 (2021), H100 (2022), H200 (2024) and HGX B200 (2024,
-# an eighth of the board's figures). FLOP/s are those without sparsity, of which the sheets print
-# the double. What they call GB of memory are GiB, of which the driver takes some hundred MiB; of a
-# B200's 192 one can use 180. PCIe 4.0 x16 carries 32 GB/s each way, 5.0 64 GB/s; NVLink's figures
-# are sold as the sum of both directions.
+# an eighth of the board's figures). FLOP/s are without sparsity, half of the printed figures. The
+# sheets' GB of memory are GiB, some hundred MiB of which the driver takes; 180 of a B200's 192 are
+# usable. PCIe 4.0 x16 carries 32 GB/s each way, 5.0 64 GB/s; NVLink is sold as the sum of both
+# directions.
 GPUS = {
     gpu.name: gpu
     for gpu in (
