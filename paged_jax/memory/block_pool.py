@@ -20,7 +20,7 @@ class BlockPool:
     in which their last reference was dropped, so the first is the least recently used.
     """
 
-    __slots__ = ("_cached", "_free", "num_blocks", "ref_counts")
+    __slots__ = ("_cached", "_free", "capacity", "num_blocks", "ref_counts")
 
     def __init__(self, num_blocks: int):
         if num_blocks < 2:
@@ -28,15 +28,11 @@ class BlockPool:
                 f"num_blocks must be at least 2 (block 0 is the null block), got {num_blocks}"
             )
         self.num_blocks = num_blocks
+        self.capacity = num_blocks - 1  # blocks that can be handed out, used or not
         self._free = list(range(num_blocks - 1, NULL_BLOCK, -1))
         self._cached: OrderedDict[int, None] = OrderedDict()
         # References to each block; public for hot loops, which only read it.
         self.ref_counts = [0] * num_blocks
-
-    @property
-    def capacity(self) -> int:
-        """Blocks that can be handed out, used or not."""
-        return self.num_blocks - 1
 
     @property
     def num_free(self) -> int:
@@ -54,7 +50,7 @@ class BlockPool:
 
     @property
     def num_used(self) -> int:
-        return self.num_blocks - 1 - len(self._free) - len(self._cached)
+        return self.capacity - len(self._free) - len(self._cached)
 
     def allocate(self, count: int) -> list[int]:
         """Take `count` free blocks, each with one reference; RuntimeError if there are fewer."""

@@ -96,25 +96,16 @@ class BeamSearch:
                 f"length_penalty {length_penalty}: {self._max_length} tokens to the power of it "
                 f"is beyond float32"
             )
-        self._length = 0
+        self.num_tokens = 0  # tokens that each beam has generated: the steps taken
+        self.is_done = False
         self._paths: list[_Path | None] = [None]
         self._scores = np.zeros(1, np.float32)  # of the beams: sums of log-probabilities
         self._finished: list[_Finished] = []  # best first
-        self._is_done = False
 
     @property
     def num_candidates(self) -> int:
         """How many of its likeliest next tokens each beam has to supply."""
         return self._beam_width + len(self._end_token_ids)
-
-    @property
-    def num_tokens(self) -> int:
-        """How many tokens each beam has generated: the steps taken."""
-        return self._length
-
-    @property
-    def is_done(self) -> bool:
-        return self._is_done
 
     @property
     def hypotheses(self) -> list[Hypothesis]:
@@ -138,11 +129,11 @@ class BeamSearch:
         is dead. ValueError, and nothing changes, for NaN and for a vocabulary in which k beams
         cannot continue.
         """
-        if self._is_done:
+        if self.is_done:
             raise ValueError("the search is done")
         if len(candidates) != len(self._paths):
             raise ValueError(f"{len(candidates)} rows of candidates for {len(self._paths)} beams")
-        length = self._length + 1
+        length = self.num_tokens + 1
         at_limit = length == self._max_length
         branches, scores, ending = self._rank(candidates, at_limit)
         finished = self._with(ending, length)
@@ -151,12 +142,12 @@ class BeamSearch:
                 f"too few candidates for {self._beam_width} beams: {len(candidates[0])} a beam, "
                 f"{len(self._end_token_ids)} of them may be end tokens"
             )
-        self._length = length
+        self.num_tokens = length
         self._finished = finished
         self._paths = [_Path(self._paths[parent], token) for parent, token in branches]
         self._scores = np.array(scores, np.float32)
-        self._is_done = at_limit or self._should_stop()
-        if self._is_done:
+        self.is_done = at_limit or self._should_stop()
+        if self.is_done:
             self._paths = []
             return []
         return branches
@@ -210,7 +201,7 @@ class BeamSearch:
         if self._early_stopping is True:
             return True
         longest = self._early_stopping == "never" and self._length_penalty > 0
-        best = self._scores[0] / self._divisor(self._max_length if longest else self._length)
+        best = self._scores[0] / self._divisor(self._max_length if longest else self.num_tokens)
         return bool(best <= self._finished[-1].score)
 
     def _divisor(self, length: int) -> np.float32:

@@ -48,7 +48,7 @@ class Scheduler:
     eos_token_ids: tokens that end every sequence which does not set `ignore_eos`.
     prefill_sizes: tokens of a prefill step that the executor computes without padding, ascending;
         none: any number.
-    estimates: what iterations cost; whoever executes them feeds it.
+    estimates: what iterations cost; the engine lets them observe each executed iteration.
     """
 
     def __init__(
