@@ -30,9 +30,8 @@ from experiments.lib.reporting import report
 from paged_jax.engine.delivery import Delivery
 from paged_jax.engine.records import RequestRecord
 from paged_jax.observability.chrome_trace import ChromeTrace
-from paged_jax.observability.iteration_log import IterationLog
 from paged_jax.observability.metrics import Metrics
-from paged_jax.observability.observer import Observer, watch
+from paged_jax.observability.observer import IterationLog, Observer, watch
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -101,9 +100,7 @@ def measure(num_seqs: int, config: Config) -> list[Case]:
             request.arrival_time = time.perf_counter()
             core.add(request)
             delivery.add(RequestRecord.of(request, None, tokenizer, streams=False, on_output=None))
-        iteration = core.step()
-        delivery.take(iteration)
-        core.report(iteration)
+        delivery.advance()
         delivery.take_outbox()
 
     observers = {

@@ -45,8 +45,8 @@ from experiments.paper.fig15_savings import (
     with_sharegpt_text,
 )
 from paged_jax import Engine, SamplingParams
-from paged_jax.simulation.branching import VOCAB_SIZE
-from paged_jax.simulation.system import SystemConfig
+from paged_jax.simulation.executor import VOCAB_SIZE
+from paged_jax.simulation.run import SystemConfig
 from paged_jax.workloads import PUBLISHED_LENGTHS, VocabRange, WorkloadRequest, build_workload
 
 METHODS = ("parallel", "beam")

@@ -5,8 +5,8 @@ from dataclasses import dataclass
 
 from paged_jax.memory.sizing import room_for_kv
 from paged_jax.simulation.cost_model import CostModel, RooflineCost
+from paged_jax.simulation.run import SystemConfig
 from paged_jax.simulation.setups import GPU, ModelShape, find_gpu, find_model_shape
-from paged_jax.simulation.system import SystemConfig
 
 GIB = 2**30
 # The paper names no limit of running sequences: memory is what it compares.

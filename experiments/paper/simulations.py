@@ -14,8 +14,7 @@ from experiments.lib.options import SimulationOptions, option
 from experiments.paper.requests import poisson_requests
 from experiments.paper.setups import ORCA, SYSTEMS, Deployment, chosen_systems
 from paged_jax.sampling_params import SamplingParams
-from paged_jax.simulation.results import SimulatedRun
-from paged_jax.simulation.run import simulate
+from paged_jax.simulation.run import SimulatedRun, simulate
 from paged_jax.workloads import WorkloadRequest
 
 

@@ -33,7 +33,7 @@ from experiments.lib.options import option
 from experiments.lib.reporting import environment, report
 from experiments.simulator.real_engine import RealEngine, RealEngineOptions
 from paged_jax.simulation.calibrated import CalibratedCost, Measured, StepBuckets
-from paged_jax.simulation.system import SystemConfig
+from paged_jax.simulation.run import SystemConfig
 from paged_jax.workloads import VocabRange, WorkloadRequest
 from paged_jax.workloads.request import random_token_ids
 

@@ -17,8 +17,7 @@ from paged_jax.observability.observer import IterationStats
 from paged_jax.scheduling.scheduler import Scheduler
 from paged_jax.simulation.calibrated import Measured, StepBuckets
 from paged_jax.simulation.cost_model import StepWork
-from paged_jax.simulation.results import SimulatedRequest, SimulatedRun
-from paged_jax.simulation.system import SystemConfig
+from paged_jax.simulation.run import SimulatedRequest, SimulatedRun, SystemConfig
 from paged_jax.workloads import WorkloadRequest
 
 

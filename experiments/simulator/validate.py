@@ -39,8 +39,7 @@ from experiments.simulator.calibrate import facts, measure_round, prepared
 from experiments.simulator.real_engine import RealEngine, RealEngineOptions
 from paged_jax.observability.observer import IterationStats
 from paged_jax.simulation.calibrated import CalibratedCost
-from paged_jax.simulation.results import SimulatedRun
-from paged_jax.simulation.run import simulate
+from paged_jax.simulation.run import SimulatedRun, simulate
 from paged_jax.workloads import (
     PUBLISHED_LENGTHS,
     VocabRange,

@@ -23,8 +23,8 @@ from experiments.paper.fig17_conversations import (
 )
 from paged_jax.memory.usage import MemoryUsage
 from paged_jax.sampling_params import SamplingParams
-from paged_jax.simulation.branching import Branching
-from paged_jax.simulation.system import SystemConfig
+from paged_jax.simulation.executor import Branching
+from paged_jax.simulation.run import SystemConfig
 from paged_jax.workloads import MooncakeRow, VocabRange, WorkloadRequest, mooncake_requests
 
 SYSTEM = SystemConfig(

@@ -8,8 +8,7 @@ import pytest
 
 from paged_jax import Engine, SamplingParams
 from paged_jax.observability.chrome_trace import ChromeTrace
-from paged_jax.observability.iteration_log import IterationLog
-from paged_jax.observability.observer import watch
+from paged_jax.observability.observer import IterationLog, watch
 from paged_jax.observability.profiler import iteration_mark, profile
 from tests.conftest import SMALL_LIMITS
 from tests.observability.trace_checks import read_trace, requests_in, spans
