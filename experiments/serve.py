@@ -61,8 +61,7 @@ from experiments.lib.serving_report import (
 from experiments.lib.workload_options import WorkloadOptions
 from paged_jax import Engine
 from paged_jax.observability.chrome_trace import ChromeTrace
-from paged_jax.observability.iteration_log import IterationLog
-from paged_jax.observability.observer import watch
+from paged_jax.observability.observer import IterationLog, watch
 from paged_jax.observability.profiler import iteration_mark, profile
 from paged_jax.observability.prometheus import start_metrics_server
 

@@ -14,7 +14,7 @@ from experiments.lib import options
 from experiments.lib.engine_options import EngineOptions
 from paged_jax import Engine
 from paged_jax.config import EngineConfig
-from paged_jax.simulation.system import SystemConfig
+from paged_jax.simulation.run import SystemConfig
 
 FIELDS = {field.name: field for field in dataclasses.fields(EngineConfig)}
 MODEL = {"model_name": "any", "max_position_embeddings": 1024}

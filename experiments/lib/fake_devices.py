@@ -17,7 +17,7 @@ from paged_jax.sampling_params import SamplingParams
 from paged_jax.scheduling.batch import ScheduledBatch
 from paged_jax.scheduling.request import Request
 from paged_jax.scheduling.scheduler import Scheduler
-from paged_jax.simulation.branching import VOCAB_SIZE, BeamCandidates, Branching
+from paged_jax.simulation.executor import VOCAB_SIZE, BeamCandidates, Branching
 
 TOKEN = 7  # the answer of a device that computes nothing
 

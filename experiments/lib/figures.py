@@ -1,6 +1,6 @@
 """Figures as the experiments draw them: panels of lines and bars, with what the paper found."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -53,3 +53,10 @@ def save(figure: Figure, out_dir: str | Path, name: str) -> None:
     """Write the figure to `out_dir/name` and let go of it."""
     figure.savefig(Path(out_dir) / name, dpi=150)
     plt.close(figure)
+
+
+def powers_of_two(axes: Axes, values: Iterable[float]) -> None:
+    """A logarithmic x axis with a tick at each of the values."""
+    places = sorted(set(values))
+    axes.set_xscale("log", base=2)
+    axes.set_xticks(places, [f"{place:,g}" for place in places])

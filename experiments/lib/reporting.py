@@ -188,10 +188,15 @@ def report(
     title: str, rows: Sequence[Row], configs: Any, *, columns: Sequence[str] = (), **facts: object
 ) -> None:
     """Print a table of the rows, or of some of their columns, and `write_results`."""
+    print_rows(title, rows, columns)
+    write_results(rows, configs, **facts)
+
+
+def print_rows(title: str, rows: Iterable[Row], columns: Sequence[str] = ()) -> None:
+    """Print a table of rows with the columns of the first, or with some of them."""
     cases = [as_case(row) for row in rows]
     columns = columns or list(cases[0])
     print_table(title, columns, [[case[name] for name in columns] for case in cases])
-    write_results(rows, configs, **facts)
 
 
 def write_results(rows: Sequence[Row], configs: Any, **facts: object) -> None:

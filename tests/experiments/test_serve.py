@@ -74,6 +74,7 @@ def served(tmp_path_factory):
     return out_dir, result.stdout
 
 
+@pytest.mark.slow  # a whole experiment
 def test_beams_are_served_without_the_prefix_cache(tmp_path):
     result = run_serve(
         tmp_path,

@@ -16,7 +16,7 @@ from pallas_kernels import targets
 from pallas_kernels.lab import aot, ptx
 from pallas_kernels.lab.occupancy import occupancy
 from pallas_kernels.targets import TARGETS
-from tests.kernels.compiler import needs_compiler
+from tests.compiler import needs_compiler
 
 A100, L4, H200, B200 = TARGETS.values()
 pytestmark = pytest.mark.filterwarnings(

@@ -16,7 +16,7 @@ from pallas_kernels.lab.checks import (
 )
 from pallas_kernels.lab.interpreter import OutOfBounds, Race, watch
 from pallas_kernels.paged_attention import AttentionOptions
-from tests.kernels.compiler import needs_compiler
+from tests.compiler import needs_compiler
 from tests.kernels.toys.gather import gathered
 
 SMALL = attention.Spec("small", batch=4, num_heads=4, head_size=64, max_blocks=3)
