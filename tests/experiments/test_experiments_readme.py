@@ -15,7 +15,7 @@ from tests.conftest import TINY_LM
 
 ROOT = Path(__file__).resolve().parents[2]
 README = (ROOT / "experiments" / "README.md").read_text()
-[EXAMPLE] = re.findall(r"```python\n(.*?)```", README, flags=re.DOTALL)
+[EXAMPLE] = re.findall(r"```python slow\n(.*?)```", README, flags=re.DOTALL)
 NAME = "block_size_ablation"
 
 
