@@ -36,8 +36,8 @@ from pallas_kernels.paged_attention import (
     Call,
     cache_head_size,
     refusal,
-    tuning,
 )
+from pallas_kernels.paged_attention.mosaic_gpu import tuning
 from pallas_kernels.targets import Target
 
 # What is tried of each parameter that a kernel's tuning has, and which are varied together.

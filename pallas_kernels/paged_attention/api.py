@@ -26,7 +26,7 @@ IMPLEMENTATIONS = Registry(
         "xla": "pallas_kernels.paged_attention.xla",
         "gather_sdpa": "pallas_kernels.paged_attention.gather_sdpa",
         "triton": "pallas_kernels.paged_attention.triton",
-        "mosaic_gpu": "pallas_kernels.paged_attention.mosaic_gpu.api",
+        "mosaic_gpu": "pallas_kernels.paged_attention.mosaic_gpu",
         "mosaic_gpu_wgmma": "pallas_kernels.paged_attention.mosaic_gpu.wgmma",
     },
 )

@@ -22,7 +22,7 @@ from pallas_kernels.lab.worker import Worker
 from pallas_kernels.paged_attention import AttentionOptions, Call, refusal
 from pallas_kernels.paged_attention.mosaic_gpu.contiguous import contiguous_attention
 from pallas_kernels.paged_attention.mosaic_gpu.tiles import Tiles, quotient
-from pallas_kernels.paged_attention.tuning import Tuning
+from pallas_kernels.paged_attention.mosaic_gpu.tuning import Tuning
 from pallas_kernels.targets import TARGETS, compiling_for
 from tests.kernels.compiler import needs_compiler
 

@@ -6,9 +6,10 @@ from dataclasses import asdict, replace
 import jax.numpy as jnp
 import pytest
 
-from pallas_kernels.paged_attention import AttentionOptions, Call, tuning
+from pallas_kernels.paged_attention import AttentionOptions, Call
 from pallas_kernels.paged_attention.mosaic_gpu import api as mosaic_gpu
-from pallas_kernels.paged_attention.tuning import Tuning, default_tuning, table_key
+from pallas_kernels.paged_attention.mosaic_gpu import tuning
+from pallas_kernels.paged_attention.mosaic_gpu.tuning import Tuning, default_tuning, table_key
 from pallas_kernels.targets import TARGETS
 
 OPTIONS = AttentionOptions(0.1)

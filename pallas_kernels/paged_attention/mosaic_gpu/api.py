@@ -11,13 +11,14 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from pallas_kernels import targets
-from pallas_kernels.paged_attention.mosaic_gpu.body import View
-from pallas_kernels.paged_attention.mosaic_gpu.copies import Blocks
-from pallas_kernels.paged_attention.mosaic_gpu.kernel import CP_ASYNC_ELEMENTS, Kernel, uses_tma
-from pallas_kernels.paged_attention.mosaic_gpu.products import MmaProducts, Products
-from pallas_kernels.paged_attention.mosaic_gpu.tiles import Tiles
 from pallas_kernels.paged_attention.spec import AttentionOptions, AttentionResult, Call
-from pallas_kernels.paged_attention.tuning import Tuning, default_tuning
+
+from .body import View
+from .copies import Blocks
+from .kernel import CP_ASYNC_ELEMENTS, Kernel, uses_tma
+from .products import MmaProducts, Products
+from .tiles import Tiles
+from .tuning import Tuning, default_tuning
 
 __all__ = ["attend", "cache_head_size", "default_tuning", "refusal"]
 

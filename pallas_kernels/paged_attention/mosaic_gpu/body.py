@@ -14,10 +14,11 @@ from jax import Array, lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.paged_attention.mosaic_gpu.products import Products, load
-from pallas_kernels.paged_attention.mosaic_gpu.tiles import ROW_MULTIPLE, Tiles
 from pallas_kernels.paged_attention.spec import AttentionOptions
 from pallas_kernels.paged_attention.splits import LOWEST
+
+from .products import Products, load
+from .tiles import ROW_MULTIPLE, Tiles
 
 Ref = Any
 LOG2_E = math.log2(math.e)

@@ -11,13 +11,14 @@ from dataclasses import dataclass
 from jax import Array
 
 from pallas_kernels import targets
-from pallas_kernels.paged_attention.mosaic_gpu.api import kernel_of, refused
-from pallas_kernels.paged_attention.mosaic_gpu.body import View
-from pallas_kernels.paged_attention.mosaic_gpu.copies import Entries
-from pallas_kernels.paged_attention.mosaic_gpu.products import MmaProducts
-from pallas_kernels.paged_attention.mosaic_gpu.tiles import Tiles
 from pallas_kernels.paged_attention.spec import AttentionOptions, AttentionResult, Call
 from pallas_kernels.registry import Unsupported
+
+from .api import kernel_of, refused
+from .body import View
+from .copies import Entries
+from .products import MmaProducts
+from .tiles import Tiles
 
 
 @dataclass(frozen=True)

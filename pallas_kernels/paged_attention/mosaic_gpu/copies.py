@@ -15,7 +15,7 @@ from jax import Array, lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.paged_attention.mosaic_gpu.tiles import Tiles
+from .tiles import Tiles
 
 Ref = Any
 Entries = tuple[Array, ...]

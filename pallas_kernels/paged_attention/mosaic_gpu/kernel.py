@@ -10,18 +10,19 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.paged_attention.mosaic_gpu.body import Compute, View, store
-from pallas_kernels.paged_attention.mosaic_gpu.copies import (
+from pallas_kernels.paged_attention.spec import AttentionOptions, AttentionResult, Call
+from pallas_kernels.paged_attention.splits import combine_finished
+from pallas_kernels.targets import TARGETS, Target
+
+from .body import Compute, View, store
+from .copies import (
     CpAsyncPipeline,
     Source,
     Stages,
     TmaPipeline,
 )
-from pallas_kernels.paged_attention.mosaic_gpu.products import Products, swizzled
-from pallas_kernels.paged_attention.mosaic_gpu.tiles import Tiles
-from pallas_kernels.paged_attention.spec import AttentionOptions, AttentionResult, Call
-from pallas_kernels.paged_attention.splits import combine_finished
-from pallas_kernels.targets import TARGETS, Target
+from .products import Products, swizzled
+from .tiles import Tiles
 
 # (row of the batch, first KV head, what is seen, tables) -> where the copies read
 MakeSource = Callable[..., Source]

@@ -12,8 +12,8 @@ from jax import Array
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.paged_attention.mosaic_gpu.copies import start_cp_async
-from pallas_kernels.paged_attention.mosaic_gpu.tiles import Tiles
+from .copies import start_cp_async
+from .tiles import Tiles
 
 Ref = Any
 SWIZZLE = 128  # bytes: a line of a tile in shared memory

@@ -6,15 +6,16 @@ copies are the bottleneck, as in decoding, is for measurements to say.
 
 from jax import Array
 
-from pallas_kernels.paged_attention.mosaic_gpu.api import (
+from pallas_kernels.paged_attention.spec import AttentionOptions, AttentionResult, Call
+
+from .api import (
     attend_by,
     cache_head_size,
     default_tuning,
     kernel_of,
     refused,
 )
-from pallas_kernels.paged_attention.mosaic_gpu.products import WgmmaProducts
-from pallas_kernels.paged_attention.spec import AttentionOptions, AttentionResult, Call
+from .products import WgmmaProducts
 
 __all__ = ["attend", "cache_head_size", "default_tuning", "refusal"]
 

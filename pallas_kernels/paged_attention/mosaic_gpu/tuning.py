@@ -4,7 +4,7 @@ import functools
 import json
 import math
 from dataclasses import dataclass
-from importlib import resources
+from pathlib import Path
 from typing import Any
 
 from pallas_kernels.paged_attention.spec import Call
@@ -84,7 +84,7 @@ def table_key(call: Call, target: Target) -> str:
 
 @functools.cache
 def _table() -> dict[str, Any]:
-    text = resources.files(__package__).joinpath("tuning_table.json").read_text()
+    text = Path(__file__).with_name("tuning_table.json").read_text()
     entries: dict[str, Any] = json.loads(text)
     return entries
 
