@@ -118,7 +118,7 @@ def check_on_a100(name: str) -> CheckResult:
 
 
 def test_ring_of_cp_async_brings_the_right_tiles(worker):
-    passes(worker, "test_mosaic_gpu:check_on_a100", "heads_that_share_a_tile")
+    passes(worker, f"{__name__}:check_on_a100", "heads_that_share_a_tile")
 
 
 def check_contiguous() -> None:
@@ -144,7 +144,7 @@ def check_contiguous() -> None:
 
 
 def test_contiguous_caches_agree_with_numpy(worker):
-    outcome = worker.call("test_mosaic_gpu:check_contiguous", (), TIMEOUT_S)
+    outcome = worker.call(f"{__name__}:check_contiguous", (), TIMEOUT_S)
     assert outcome.status == "returned", f"{outcome.reason}\n{outcome.details}"
 
 
