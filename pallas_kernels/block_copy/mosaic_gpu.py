@@ -13,7 +13,7 @@ from jax import Array, lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.mosaic_rows import interpreter, load, refusal, row_layout, store
+from pallas_kernels.mosaic import interpreter, load, refusal, row_layout, store
 from pallas_kernels.moves import NULL_BLOCK, MoveOptions
 
 __all__ = ["copy", "read", "refusal", "write"]
@@ -117,7 +117,7 @@ def _launch(
         out_type=out_type,
         grid=(len(caches), num_blocks, Hk * S // num_rows),
         grid_names=("cache", "n", "part"),
-        interpret=interpreter(options),
+        interpret=interpreter(options.interpret, options.detect_races),
     )
 
 

@@ -23,7 +23,7 @@ FAULTS = {
         "a write at",
     ),
     "tail_of_v_not_masked": (
-        {"body.py": [("        self.clear_values(v_smem, first_token)\n", "")]},
+        {"kernel.py": [("        self.clear_values(v_smem, first_token)\n", "")]},
         "wrong",
         "is nan, must be",
     ),

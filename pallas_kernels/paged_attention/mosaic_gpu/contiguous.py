@@ -15,8 +15,8 @@ from pallas_kernels.paged_attention.spec import AttentionOptions, AttentionResul
 from pallas_kernels.registry import Unsupported
 
 from .api import kernel_of, refused
-from .body import View
 from .copies import Entries
+from .kernel import View
 from .products import MmaProducts
 from .tiles import Tiles
 

@@ -12,6 +12,8 @@ from jax import Array
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from pallas_kernels.mosaic import load
+
 from .copies import start_cp_async
 from .tiles import Tiles
 
@@ -28,10 +30,6 @@ def swizzled(shape: tuple[int, ...], dtype: Any) -> Any:
         plgpu.SwizzleTransform(SWIZZLE),  # type: ignore[abstract]
     )
     return plgpu.SMEM(shape, dtype, transforms=transforms)
-
-
-def load(ref: Ref, layout: Any) -> Array:
-    return plgpu.load(ref, layout=layout, optimized=False)
 
 
 @dataclass(frozen=True)
