@@ -239,11 +239,14 @@ class Program:
     ) -> None:
         """Attend to the share, and store what comes out."""
         kernel, softmax, products = self.kernel, self.softmax, self.softmax.products
-        stages = Stages(kernel.tiles, source, k, v, k_smem, v_smem, kernel.num_stages)
+        caches = (k, v, k_smem, v_smem)
+        stages = Stages(
+            kernel.tiles, source, *caches, kernel.num_stages, self.first_tile, self.count
+        )
         pipeline = (
-            TmaPipeline(stages, barriers, self.first_tile, self.count)
+            TmaPipeline(stages, barriers)
             if kernel.use_tma
-            else CpAsyncPipeline(stages, self.first_tile, self.count, kernel.options.interpret)
+            else CpAsyncPipeline(stages, kernel.options.interpret)
         )
         softmax.clear_padding(v_smem)
         own_q = q.at[self.row, self.part, self.query_tile]
