@@ -1,6 +1,6 @@
 """What the ops that move keys and values share: their options, and what may be refused.
 
-Caches are ``[P, Hk, S, D]``: P blocks of S slots for each of Hk KV heads, D the head size. Block 0
+Caches are `[P, Hk, S, D]`: P blocks of S slots for each of Hk KV heads, D the head size. Block 0
 is the null block: what is padded goes there, nothing reads it.
 """
 
@@ -43,14 +43,13 @@ class MoveCall:
 
     @classmethod
     def of(cls, caches: list[Array], indices: Array, options: MoveOptions) -> "MoveCall":
-        """Of caches that are alike, and ``i32[N]`` that say what is moved."""
-        first = caches[0]
-        target = targets.current()
-        return cls(len(indices), len(caches), first.shape, first.dtype, options, target)
+        """Of caches that are alike, and `i32[N]` that say what is moved."""
+        shape, dtype = caches[0].shape, caches[0].dtype
+        return cls(len(indices), len(caches), shape, dtype, options, targets.current())
 
 
-def resolve(registry: Registry, impl: str, call: MoveCall) -> str:
-    """The implementation that does the call: ``impl``, or what "auto" stands for.
+def resolve_move(registry: Registry, impl: str, call: MoveCall) -> str:
+    """The implementation that does the call: `impl`, or what "auto" stands for.
 
     ValueError for an unknown name, `Unsupported` for one that refuses.
     """
@@ -75,7 +74,7 @@ def check_caches(caches: list[Array]) -> None:
 
 
 def check_indices(name: str, indices: Array) -> None:
-    """Raise ValueError unless they are ``i32[N]`` of at least one."""
+    """Raise ValueError unless they are `i32[N]` of at least one."""
     if indices.ndim != 1 or indices.dtype != jnp.int32 or not len(indices):
         raise ValueError(
             f"{name} must be int32[N] with N of at least 1, got {indices.dtype}{indices.shape}"

@@ -69,7 +69,7 @@ def choose_attention(config: ModelConfig, engine: EngineConfig) -> AttentionChoi
 
     cache = (NUM_BLOCKS, config.num_kv_heads, engine.block_size, width)
     tokens = moves.MoveCall(num_tokens, 2, cache, dtype, moves.MoveOptions(interpret), target)
-    write = moves.resolve(kv_write.IMPLEMENTATIONS, engine.kv_write, tokens)
+    write = moves.resolve_move(kv_write.IMPLEMENTATIONS, engine.kv_write, tokens)
     attention = PagedAttention(
         options.scale, config.sliding_window, decode, prefill, write, interpret
     )

@@ -1,6 +1,6 @@
 """A model as a pure function and a parameter pytree.
 
-The modules are split once. What runs in jitted steps is ``model_of(config)(params)``: the
+The modules are split once. What runs in jitted steps is `model_of(config)(params)`: the
 modules' methods over a plain nested dict of arrays.
 """
 
@@ -79,7 +79,7 @@ def init_params(config: ModelConfig, seed: int, dtype: Any = jnp.float32) -> Par
 
 
 def nest(weights: Mapping[str, Any]) -> Params:
-    """``{"layers.0.mlp.down.kernel": x}`` -> ``{"layers": {0: {"mlp": ...}}}``."""
+    """`{"layers.0.mlp.down.kernel": x}` -> `{"layers": {0: {"mlp": ...}}}`."""
     params: Params = {}
     for name, value in weights.items():
         *path, last = (int(part) if part.isdigit() else part for part in name.split("."))

@@ -1,6 +1,6 @@
 """Moving blocks in Mosaic GPU: one launch for all layers, a program for a few rows of one block.
 
-A block of a cache is seen as ``[Hk * S, D]``, contiguous. The caches are passed as references, so
+A block of a cache is seen as `[Hk * S, D]`, contiguous. The caches are passed as references, so
 that the kernel writes into them and no more. Nothing is written to the null block.
 """
 
@@ -98,7 +98,7 @@ def _launch(
     options: MoveOptions,
     out_type: Any = (),
 ) -> Callable[..., Any]:
-    """The kernel that runs ``body(program, *references)`` for all rows of the blocks moved."""
+    """The kernel that runs `body(program, *references)` for all rows of the blocks moved."""
     _, Hk, S, D = caches[0].shape
     dtype = caches[0].dtype
     most = max(1, PROGRAM_BYTES // (D * dtype.itemsize))

@@ -10,9 +10,8 @@ import numpy as np
 from jax import Array
 
 from pallas_kernels import targets
-from pallas_kernels.lab.cases import Case, Tables, make_case
-from pallas_kernels.lab.float64 import attended
-from pallas_kernels.lab.tolerances import bounds
+from pallas_kernels.lab.cases import AttentionCase, Tables, make_case
+from pallas_kernels.lab.float64 import attended, bounds
 from pallas_kernels.lab.wanted import Wanted
 from pallas_kernels.paged_attention import (
     IMPLEMENTATIONS,
@@ -104,7 +103,7 @@ COMPILE_SPECS = (
 )
 
 
-def make(spec: Spec, rng: np.random.Generator) -> Case:
+def make(spec: Spec, rng: np.random.Generator) -> AttentionCase:
     """Random inputs of a shape, their contexts included."""
     longest = spec.block_size * spec.max_blocks
     edges = [0, 1, spec.block_size, longest]
@@ -152,9 +151,9 @@ def compile_options(spec: Spec) -> AttentionOptions:
     return AttentionOptions(spec.head_size**-0.5, spec.soft_cap, spec.sliding_window)
 
 
-def arguments(impl: str, case: Case) -> tuple[np.ndarray, ...]:
+def arguments(impl: str, case: AttentionCase) -> tuple[np.ndarray, ...]:
     """A case's arrays, with the cache as wide as the implementation wants it: pad lanes are 0."""
-    q, k_cache, v_cache, *rest = case.arrays
+    q, k_cache, v_cache, *rest = case
     pad = cache_head_size(impl, q.shape[-1]) - q.shape[-1]
     k_cache, v_cache = (np.pad(x, ((0, 0), (0, 0), (0, 0), (0, pad))) for x in (k_cache, v_cache))
     return q, k_cache, v_cache, *rest
@@ -181,21 +180,12 @@ def function(impl: str, options: AttentionOptions) -> Callable[..., dict[str, Ar
     """Of `arguments`; returns the results by name."""
 
     def attend(*arguments: Array) -> dict[str, Array]:
-        return paged_prefill_attention(
-            *arguments,
-            impl=impl,
-            scale=options.scale,
-            soft_cap=options.soft_cap,
-            sliding_window=options.sliding_window,
-            interpret=options.interpret,
-            detect_races=options.detect_races,
-            tuning=options.tuning,
-        )._asdict()
+        return paged_prefill_attention(*arguments, impl=impl, **vars(options))._asdict()
 
     return attend
 
 
-def wanted(case: Case, options: AttentionOptions, *, on_gpu: bool) -> dict[str, Wanted]:
+def wanted(case: AttentionCase, options: AttentionOptions, *, on_gpu: bool) -> dict[str, Wanted]:
     """What `function` must return."""
     result = attended(
         case,

@@ -51,7 +51,7 @@ class Options:
         return self.call.interpret
 
 
-class Case(NamedTuple):
+class BlockCopyCase(NamedTuple):
     """Arguments of the moves, arrays or shapes; each move takes some of them."""
 
     caches: list[Any]  # L of [P, Hk, S, D]
@@ -83,14 +83,14 @@ COMPILE_SPECS = (
 )
 
 
-def make(spec: Spec, rng: np.random.Generator) -> Case:
+def make(spec: Spec, rng: np.random.Generator) -> BlockCopyCase:
     """Random numbers and blocks; none is both source and target."""
     dtype = jnp.dtype(spec.dtype)
     block = (spec.num_kv_heads, spec.block_size, spec.head_size)
     blocks = 1 + rng.permutation(spec.num_blocks - 1).astype(np.int32)
     sources, targets = blocks[: spec.num_moved], blocks[spec.num_moved : 2 * spec.num_moved]
     sources[: spec.padded] = targets[: spec.padded] = NULL_BLOCK
-    return Case(
+    return BlockCopyCase(
         [
             rng.standard_normal((spec.num_blocks, *block)).astype(dtype)
             for _ in range(spec.num_caches)
@@ -110,18 +110,18 @@ def compile_options(spec: Spec) -> Options:
     return Options(spec.move, MoveOptions())
 
 
-def arguments(impl: str, case: Case) -> Case:
+def arguments(impl: str, case: BlockCopyCase) -> BlockCopyCase:
     return case
 
 
-def shapes(impl: str, spec: Spec) -> Case:
+def shapes(impl: str, spec: Spec) -> BlockCopyCase:
     """`arguments` of a shape, without the arrays."""
     dtype = jnp.dtype(spec.dtype)
     block = (spec.num_kv_heads, spec.block_size, spec.head_size)
     cache = jax.ShapeDtypeStruct((spec.num_blocks, *block), dtype)
     staged = jax.ShapeDtypeStruct((spec.num_moved, spec.num_caches, *block), dtype)
     blocks = jax.ShapeDtypeStruct((spec.num_moved,), jnp.int32)
-    return Case([cache] * spec.num_caches, staged, blocks, blocks)
+    return BlockCopyCase([cache] * spec.num_caches, staged, blocks, blocks)
 
 
 def function(impl: str, options: Options) -> Callable[..., dict[str, Array]]:
@@ -146,7 +146,7 @@ def function(impl: str, options: Options) -> Callable[..., dict[str, Array]]:
     return move
 
 
-def wanted(case: Case, options: Options, *, on_gpu: bool) -> dict[str, Wanted]:
+def wanted(case: BlockCopyCase, options: Options, *, on_gpu: bool) -> dict[str, Wanted]:
     """What `function` must return: numbers are moved, so exactly these."""
     caches = [cache.astype(np.float64) for cache in case.caches]
     dtype = case.staged.dtype

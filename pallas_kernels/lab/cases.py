@@ -1,8 +1,7 @@
 """Random inputs for paged attention, with traps in all that must not be read."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import Literal, NamedTuple, get_args
 
 import numpy as np
 from numpy.typing import DTypeLike
@@ -12,8 +11,7 @@ Tables = Literal["random", "permuted", "shared", "repeated"]
 UNUSED_ENTRIES = (-1, 10**9)
 
 
-@dataclass(frozen=True)
-class Case:
+class AttentionCase(NamedTuple):
     """Inputs of `paged_prefill_attention`. Whatever must not be read is NaN or out of range."""
 
     q: np.ndarray  # [B, T, Hq, D]
@@ -22,22 +20,6 @@ class Case:
     tables: np.ndarray  # i32[B, M]
     context_lens: np.ndarray  # i32[B]
     query_starts: np.ndarray  # i32[B]
-
-    @property
-    def arrays(self) -> tuple[np.ndarray, ...]:
-        return (
-            self.q,
-            self.k_cache,
-            self.v_cache,
-            self.tables,
-            self.context_lens,
-            self.query_starts,
-        )
-
-    @property
-    def decode_arrays(self) -> tuple[np.ndarray, ...]:
-        """Of `paged_attention`: the first query of each row."""
-        return self.q[:, 0], self.k_cache, self.v_cache, self.tables, self.context_lens
 
 
 def make_case(
@@ -54,7 +36,7 @@ def make_case(
     dtype: DTypeLike = np.float32,
     spare_blocks: int = 3,
     tables: Tables = "random",
-) -> Case:
+) -> AttentionCase:
     """Tokens of all rows scattered over a pool of `B * max_blocks + spare_blocks` blocks.
 
     Block 0 and all other blocks of no row and the slots beyond each context hold NaN; table entries
@@ -80,7 +62,7 @@ def make_case(
                 )
     if query_starts is None:
         query_starts = [context - num_queries for context in context_lens]
-    return Case(
+    return AttentionCase(
         rng.standard_normal((B, num_queries, num_heads, head_dim)).astype(dtype),
         k_cache,
         v_cache,

@@ -1,7 +1,7 @@
 """The Pallas kernels in a module that JAX has lowered for CUDA.
 
 What this file knows of JAX's insides, the same in 0.11.2 and 0.12: the two custom calls, their
-configuration, and that a Mosaic kernel is in there as bytecode with one ``gpu.launch``.
+configuration, and that a Mosaic kernel is in there as bytecode with one `gpu.launch`.
 """
 
 import io
@@ -36,7 +36,7 @@ def find(lowered: Lowered) -> tuple[KernelCall, ...]:
 
 
 def rename(lowered: Lowered, prefix: str) -> tuple[str, ...]:
-    """Name the kernels of `find` ``prefix`` + their index, in place, and return these names."""
+    """Name the kernels of `find` `prefix` + their index, in place, and return these names."""
     names = []
     for index, call in enumerate(_calls(lowered)):
         names.append(f"{prefix}{index}")

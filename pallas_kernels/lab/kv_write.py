@@ -38,7 +38,7 @@ class Spec:
         )
 
 
-class Case(NamedTuple):
+class KVWriteCase(NamedTuple):
     """Arguments of `write_kv`."""
 
     k_cache: np.ndarray  # [P, Hk, S, cache D]
@@ -69,7 +69,7 @@ COMPILE_SPECS = (
 )
 
 
-def make(spec: Spec, rng: np.random.Generator) -> Case:
+def make(spec: Spec, rng: np.random.Generator) -> KVWriteCase:
     """Random numbers and slots."""
     P, S = spec.num_blocks, spec.block_size
     heads, dtype = spec.num_kv_heads, jnp.dtype(spec.dtype)
@@ -79,7 +79,7 @@ def make(spec: Spec, rng: np.random.Generator) -> Case:
     k_cache, v_cache, k, v = (
         rng.standard_normal(shape).astype(dtype) for shape in (cache, cache, new, new)
     )
-    return Case(k_cache, v_cache, k, v, rng.permutation(slots).astype(np.int32))
+    return KVWriteCase(k_cache, v_cache, k, v, rng.permutation(slots).astype(np.int32))
 
 
 def value_options(impl: str, spec: Spec, *, interpret: bool) -> MoveOptions:
@@ -91,7 +91,7 @@ def compile_options(spec: Spec) -> MoveOptions:
     return MoveOptions()
 
 
-def arguments(impl: str, case: Case) -> tuple[np.ndarray, ...]:
+def arguments(impl: str, case: KVWriteCase) -> tuple[np.ndarray, ...]:
     return case
 
 
@@ -117,7 +117,7 @@ def function(impl: str, options: MoveOptions) -> Callable[..., dict[str, Array]]
     return write
 
 
-def wanted(case: Case, options: MoveOptions, *, on_gpu: bool) -> dict[str, Wanted]:
+def wanted(case: KVWriteCase, options: MoveOptions, *, on_gpu: bool) -> dict[str, Wanted]:
     """What `function` must return: numbers are moved, so exactly these."""
 
     def written(cache: np.ndarray, new: np.ndarray) -> Wanted:

@@ -51,7 +51,7 @@ class Worker:
         self.close()
 
     def call(self, function: str, args: tuple[Any, ...], timeout_s: float) -> Outcome:
-        """Call ``"package.module:name"`` with `args`; these and what it returns are pickled.
+        """Call `"package.module:name"` with `args`; these and what it returns are pickled.
 
         `timeout_s` is for the call alone: the process has imported JAX before.
         """

@@ -1,9 +1,9 @@
 """The public entry: choose an implementation by name and call it.
 
-To add a kernel, write a file with an ``attend`` of `reference`'s signature and name it in
+To add a kernel, write a file with an `attend` of `reference`'s signature and name it in
 `IMPLEMENTATIONS`; tests, checks and benchmarks then run on it by that name. Two more functions of
-the file are optional: ``refusal(call)`` says why it cannot do a `Call`, and
-``cache_head_size(head_size)`` how wide the cache must be for a model's head size.
+the file are optional: `refusal(call)` says why it cannot do a `Call`, and
+`cache_head_size(head_size)` how wide the cache must be for a model's head size.
 """
 
 import dataclasses
@@ -55,9 +55,9 @@ def refusal(impl: str, call: Call) -> str | None:
 
 
 def choose(call: Call, *, widen: bool = False) -> Choice:
-    """What ``impl="auto"`` picks for a call, and why nothing before it.
+    """What `impl="auto"` picks for a call, and why nothing before it.
 
-    With ``widen`` there is no cache yet: the call's head size is the model's, and the cache will be
+    With `widen` there is no cache yet: the call's head size is the model's, and the cache will be
     as wide as what is picked wants it (`cache_head_size`).
 
     ValueError for a call with tuning parameters, which are those of one implementation.
@@ -78,7 +78,7 @@ def choose(call: Call, *, widen: bool = False) -> Choice:
 
 
 def resolve(impl: str, call: Call, *, widen: bool = False) -> str:
-    """The implementation that does the call: ``impl``, or what "auto" picks; ``widen`` as there.
+    """The implementation that does the call: `impl`, or what "auto" picks; `widen` as there.
 
     ValueError for an unknown name, `Unsupported` for one that refuses.
     """
@@ -96,7 +96,7 @@ def _refusal(impl: str, call: Call, widen: bool) -> str | None:
 
 
 def cache_head_size(impl: str, head_size: int) -> int:
-    """How wide the cache must be for ``impl`` (not "auto"); lanes past the head size are zero."""
+    """How wide the cache must be for `impl` (not "auto"); lanes past the head size are zero."""
     widen = getattr(IMPLEMENTATIONS.module(impl), "cache_head_size", None)
     return head_size if widen is None else widen(head_size)
 
@@ -119,15 +119,15 @@ def paged_prefill_attention(
 ) -> AttentionResult:
     """Causal attention of rows of T queries to what their block tables hold.
 
-    q ``[B, T, Hq, D]``; caches ``[P, Hk, S, D]``, into which the queries' own keys and values have
-    been written; block_tables ``i32[B, M]``; context_lens ``i32[B]``, the row's tokens in the
-    cache, its own queries included; query_starts ``i32[B]``, the position of its first query.
-    Query t of row b sees positions up to ``query_starts[b] + t``, and below ``context_lens[b]``.
+    q `[B, T, Hq, D]`; caches `[P, Hk, S, D]`, into which the queries' own keys and values have
+    been written; block_tables `i32[B, M]`; context_lens `i32[B]`, the row's tokens in the
+    cache, its own queries included; query_starts `i32[B]`, the position of its first query.
+    Query t of row b sees positions up to `query_starts[b] + t`, and below `context_lens[b]`.
     The caches may be wider than q (`cache_head_size`): zero in the lanes beyond its head size.
 
     Table entries beyond the context may hold anything and are never followed; unused slots may
     hold NaN. Softmax statistics are float32. `AttentionOptions` has the options. ValueError for
-    shapes that do not fit, `Unsupported` for what ``impl`` refuses.
+    shapes that do not fit, `Unsupported` for what `impl` refuses.
     """
     check_call(q, k_cache, v_cache, block_tables, context_lens, query_starts)
     options = AttentionOptions(scale, soft_cap, sliding_window, interpret, detect_races, tuning)
@@ -159,11 +159,11 @@ def paged_attention(
 ) -> Array | tuple[Array, Array, Array]:
     """PagedAttention for decoding (paper section 4.1, equation 4): one query per sequence.
 
-    q ``[B, Hq, D]``, at position ``context_lens - 1``; the rest as in `paged_prefill_attention`.
+    q `[B, Hq, D]`, at position `context_lens - 1`; the rest as in `paged_prefill_attention`.
     A context of length 0 gives zeros.
 
-    Returns ``[B, Hq, D]``; with ``return_residuals`` also the largest score and the log-sum-exp of
-    the scores, both ``f32[B, Hq]``.
+    Returns `[B, Hq, D]`; with `return_residuals` also the largest score and the log-sum-exp of
+    the scores, both `f32[B, Hq]`.
     """
     if q.ndim != 3:
         raise ValueError(f"q must have 3 axes [B, Hq, D], got shape {q.shape}")

@@ -16,8 +16,8 @@ class AttentionOptions:
     """Static choices of a call.
 
     scale: factor on the scores q.k, usually head_dim ** -0.5.
-    soft_cap: scores become ``soft_cap * tanh(score / soft_cap)``; None: off.
-    sliding_window: a token sees itself and the ``sliding_window - 1`` tokens before it; None: all.
+    soft_cap: scores become `soft_cap * tanh(score / soft_cap)`; None: off.
+    sliding_window: a token sees itself and the `sliding_window - 1` tokens before it; None: all.
     interpret: run a Pallas kernel in Pallas' interpreter, which needs no GPU and is slow.
     detect_races: the interpreter also looks for races; it raises or reports what it finds. It can
         for Mosaic GPU kernels alone: in a Triton kernel, copies and barriers are the compiler's.
@@ -44,7 +44,7 @@ class AttentionOptions:
 class Call:
     """All that is known of a call when it is traced: what an implementation may refuse.
 
-    q ``[B, T, Hq, D]``, caches ``[P, Hk, S, D]``, block_tables ``[B, M]``.
+    q `[B, T, Hq, D]`, caches `[P, Hk, S, D]`, block_tables `[B, M]`.
     """
 
     batch: int  # B
@@ -81,8 +81,8 @@ def check_call(
 ) -> None:
     """Raise ValueError for shapes or dtypes that no implementation takes.
 
-    q ``[B, T, Hq, D]``, caches ``[P, Hk, S, D or wider]``, block_tables ``i32[B, M]``, context_lens
-    and query_starts ``i32[B]``.
+    q `[B, T, Hq, D]`, caches `[P, Hk, S, D or wider]`, block_tables `i32[B, M]`, context_lens
+    and query_starts `i32[B]`.
     """
     shapes = {
         "q": (q, 4),

@@ -10,7 +10,7 @@ import pytest
 
 from pallas_kernels import targets
 from pallas_kernels.lab import aot
-from pallas_kernels.lab.cases import Case, make_case
+from pallas_kernels.lab.cases import AttentionCase, make_case
 from pallas_kernels.paged_attention import (
     AttentionOptions,
     Call,
@@ -27,7 +27,7 @@ from tests.kernels.attention_checks import SCALE, check, contexts_for, jitted
 SMALL = TritonTuning(block_kv=16, block_rows=16, num_splits=3)
 
 
-def interpreted(case: Case, **options) -> list[jax.Array]:
+def interpreted(case: AttentionCase, **options) -> list[jax.Array]:
     return check("triton", case, interpret=True, **options)
 
 
@@ -92,12 +92,12 @@ def test_queries_anywhere_in_their_context_agree_with_numpy(options):
 
 def test_large_scores_and_rows_of_nan_stay_in_their_place():
     case = make_case(np.random.default_rng(8), [40, 0, 33, 7], block_size=4, max_blocks=10)
-    large = Case(case.q * 300, case.k_cache * 300, *case.arrays[2:])
+    large = AttentionCase(case.q * 300, case.k_cache * 300, *case[2:])
     good = interpreted(large, tuning=SMALL)
     q = large.q.copy()
     q[2] = np.nan
     attend = jitted("triton", interpret=True, tuning=SMALL)
-    for before, after in zip(good, attend(q, *large.arrays[1:]), strict=True):
+    for before, after in zip(good, attend(q, *large[1:]), strict=True):
         assert np.isnan(after[2]).all()
         np.testing.assert_array_equal(np.delete(before, 2, axis=0), np.delete(after, 2, axis=0))
 

@@ -25,7 +25,7 @@ def call(
     block_size: int = 16,
     tokens: int = 4096,
 ) -> Call:
-    """Heads, KV heads and head size; the table is as wide as ``tokens``, or a little wider."""
+    """Heads, KV heads and head size; the table is as wide as `tokens`, or a little wider."""
     blocks = -(-tokens // block_size)
     sizes = (batch, queries, *heads, block_size, batch * blocks, blocks)
     return Call(*sizes, jnp.dtype(jnp.bfloat16), OPTIONS, TARGETS[target])

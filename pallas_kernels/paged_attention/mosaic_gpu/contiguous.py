@@ -1,6 +1,6 @@
 """Attention over contiguous caches by the same kernel body: what paging costs is the difference.
 
-Keys and values of a row stand at ``[row, head, 0 : context]`` of caches ``[B, Hk, L, D]``; each
+Keys and values of a row stand at `[row, head, 0 : context]` of caches `[B, Hk, L, D]`; each
 head's part of a tile is one copy.
 """
 
@@ -23,7 +23,7 @@ from .tiles import Tiles
 
 @dataclass(frozen=True)
 class Stretch:
-    """Tokens of the heads of a row in caches ``[B, Hk, L, D]``, seen as ``[B * Hk * L, D]``."""
+    """Tokens of the heads of a row in caches `[B, Hk, L, D]`, seen as `[B * Hk * L, D]`."""
 
     tiles: Tiles
     length: int  # L
@@ -51,7 +51,7 @@ def contiguous_attention(
 ) -> AttentionResult:
     """Query t of row b, at position query_starts[b] + t, sees what stands at or before it.
 
-    D is 64, 128 or 256. Tiles and splits are those of a paged cache with blocks of ``block_size``
+    D is 64, 128 or 256. Tiles and splits are those of a paged cache with blocks of `block_size`
     tokens; L must be a multiple of both. `Unsupported` for what is not covered.
     """
     B, T, Hq, D = q.shape

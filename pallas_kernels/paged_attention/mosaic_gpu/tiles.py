@@ -1,10 +1,10 @@
 """How a kernel cuts caches into tiles, and queries into the columns of a matrix product.
 
 A program of a kernel takes one row of the batch, a few neighbouring KV heads and a share of the
-context. It fetches keys and values in tiles: ``tokens`` tokens of ``heads`` heads, one token of one
+context. It fetches keys and values in tiles: `tokens` tokens of `heads` heads, one token of one
 head in a row of the tile. A block of neighbouring heads is contiguous in the cache, so that one
 copy fetches a block for all heads of the program. All queries of these heads, padded to
-``columns``, meet all rows of a tile in one product; what belongs to different heads is masked. As
+`columns`, meet all rows of a tile in one product; what belongs to different heads is masked. As
 a product needs at least 8 columns, heads that fill them cost nothing, and save copies.
 """
 

@@ -125,11 +125,11 @@ def _full_tile(block_size: int, kv_heads: int) -> int:
 
 
 def _kv_heads(call: Call, per_head: int, row_bytes: int, per_program: int) -> int:
-    """KV heads of a program, of which each has ``per_head`` columns.
+    """KV heads of a program, of which each has `per_head` columns.
 
     Heads that fill up the columns of one product cost nothing, and make copies fewer and larger.
     If copies are still small then, a second product is worth it. Where whole blocks take a tile of
-    several products, two of them must fit into the shared memory ``per_program``, in bytes.
+    several products, two of them must fit into the shared memory `per_program`, in bytes.
     """
 
     def fits(heads: int) -> bool:
