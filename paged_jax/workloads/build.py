@@ -3,22 +3,21 @@
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import get_args
+from typing import Any, get_args
 
 from paged_jax.workloads.arrivals import (
     arrive_as_traced,
     arrive_at_once,
     arrive_gamma,
-    arrive_poisson,
     speedup_to,
 )
-from paged_jax.workloads.azure import azure_requests, read_azure
-from paged_jax.workloads.burstgpt import burstgpt_requests, read_burstgpt
+from paged_jax.workloads.azure import read_azure
+from paged_jax.workloads.burstgpt import read_burstgpt
 from paged_jax.workloads.lengths import NAMED_LENGTHS, Lengths, length_requests
-from paged_jax.workloads.limits import LimitReport, Overflow, limit_lengths
 from paged_jax.workloads.mooncake import mooncake_requests, read_mooncake
+from paged_jax.workloads.overflow import Overflow, limit_lengths
 from paged_jax.workloads.prompts import prompt_requests, read_prompts
-from paged_jax.workloads.request import VocabRange, WorkloadRequest
+from paged_jax.workloads.request import VocabRange, WorkloadRequest, traced_requests
 from paged_jax.workloads.sharegpt import find_packaged_sharegpt, read_sharegpt, sharegpt_requests
 
 KINDS = ("sharegpt", "azure", "mooncake", "burstgpt", "lengths", "prompts")
@@ -94,7 +93,9 @@ def build_workload(
         raise ValueError(f"prompts go with the prompts workload, not with {kind}")
 
     path = None if trace is None else Path(trace)
-    fixed_lengths = kind != "prompts" if ignore_eos is None else ignore_eos
+    if ignore_eos is None:
+        ignore_eos = kind != "prompts"
+    options: dict[str, Any] = {"seed": seed, "ignore_eos": ignore_eos}
     notes: list[str] = []
     drawn: Iterator[WorkloadRequest]
     match kind:
@@ -106,22 +107,18 @@ def build_workload(
                 exchanges,
                 encode=encode,
                 encode_prompt=encode_prompt or encode,
-                seed=seed,
-                ignore_eos=fixed_lengths,
+                **options,
             )
         case "azure":
             rows = read_azure(_require(path, kind, "trace"))
-            vocab = _require(vocab, kind, "vocab")
-            drawn = azure_requests(rows, vocab=vocab, seed=seed, ignore_eos=fixed_lengths)
+            drawn = traced_requests(rows, vocab=_require(vocab, kind, "vocab"), **options)
+        case "burstgpt":
+            rows, num_failed = read_burstgpt(_require(path, kind, "trace"))
+            notes += [f"burstgpt: skipped {num_failed} failed requests"] if num_failed else []
+            drawn = traced_requests(rows, vocab=_require(vocab, kind, "vocab"), **options)
         case "mooncake":
             blocks = read_mooncake(_require(path, kind, "trace"))
-            vocab = _require(vocab, kind, "vocab")
-            drawn = mooncake_requests(blocks, vocab=vocab, seed=seed, ignore_eos=fixed_lengths)
-        case "burstgpt":
-            answered, num_failed = read_burstgpt(_require(path, kind, "trace"))
-            notes += [f"burstgpt: skipped {num_failed} failed requests"] if num_failed else []
-            vocab = _require(vocab, kind, "vocab")
-            drawn = burstgpt_requests(answered, vocab=vocab, seed=seed, ignore_eos=fixed_lengths)
+            drawn = mooncake_requests(blocks, vocab=_require(vocab, kind, "vocab"), **options)
         case "lengths":
             if isinstance(lengths, str):
                 _require_choice("lengths", lengths, tuple(NAMED_LENGTHS))
@@ -130,8 +127,7 @@ def build_workload(
                 lengths,
                 _require(num_requests, kind, "num_requests"),
                 vocab=_require(vocab, kind, "vocab"),
-                seed=seed,
-                ignore_eos=fixed_lengths,
+                **options,
             )
         case _:
             if prompts is None:
@@ -141,7 +137,7 @@ def build_workload(
                 prompts,
                 encode=encode_prompt or _require(encode, kind, "encode"),
                 max_tokens=_require(max_tokens, kind, "max_tokens"),
-                ignore_eos=fixed_lengths,
+                ignore_eos=ignore_eos,
             )
 
     if max_tokens is not None:
@@ -151,7 +147,7 @@ def build_workload(
     requests, limits = limit_lengths(
         drawn, max_model_len, overflow=overflow, num_requests=num_requests
     )
-    notes += _limit_notes(kind, limits)
+    notes += [f"{kind}: {note}" for note in limits.notes()]
     if not requests:
         raise ValueError(
             f"{kind}: no request left; {limits.dropped} longer than {max_model_len=} dropped"
@@ -159,18 +155,10 @@ def build_workload(
     if num_requests is not None and len(requests) < num_requests:
         notes.append(f"{kind}: {len(requests)} requests, not the {num_requests} asked for")
     match arrivals:
-        case "poisson":
-            return arrive_poisson(requests, rate=_require(rate, kind, "rate"), seed=seed), notes
-        case "gamma":
-            return (
-                arrive_gamma(
-                    requests,
-                    rate=_require(rate, kind, "rate"),
-                    cv=_require(cv, kind, "cv"),
-                    seed=seed,
-                ),
-                notes,
-            )
+        case "poisson" | "gamma":
+            rate = _require(rate, kind, "rate")
+            cv = 1.0 if arrivals == "poisson" else _require(cv, kind, "cv")
+            return arrive_gamma(requests, rate=rate, cv=cv, seed=seed), notes
         case "trace":
             speedup = speedup if rate is None else speedup_to(requests, rate)
             return arrive_as_traced(requests, speedup=speedup), notes
@@ -187,16 +175,3 @@ def _require[T](value: T | None, kind: str, option: str) -> T:
     if value is None:
         raise ValueError(f"the {kind} workload needs {option}")
     return value
-
-
-def _limit_notes(kind: str, limits: LimitReport) -> list[str]:
-    over = f"longer than {limits.max_model_len} tokens"
-    notes = []
-    if limits.dropped:
-        notes.append(f"{kind}: dropped {limits.dropped} requests {over}")
-    if limits.clipped_prompts or limits.clipped_outputs:
-        notes.append(
-            f"{kind}: clipped {limits.clipped_prompts} prompts and {limits.clipped_outputs} "
-            f"outputs of requests {over}"
-        )
-    return notes

