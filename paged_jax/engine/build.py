@@ -12,7 +12,7 @@ from paged_jax.executor.buckets import prefill_buckets
 from paged_jax.executor.jax_executor import JaxExecutor
 from paged_jax.executor.prefill_arrays import PrefillShape
 from paged_jax.loading import LoadedModel
-from paged_jax.loading.arrays import weight_dtype
+from paged_jax.loading.weights import weight_dtype
 from paged_jax.memory.policies import PAGED, make_memory
 from paged_jax.models.config import ModelConfig
 from paged_jax.models.params import Params, nest

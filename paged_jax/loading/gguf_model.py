@@ -10,10 +10,24 @@ from typing import Any
 
 import numpy as np
 
-from paged_jax.loading.arrays import FloatArray
 from paged_jax.loading.gguf_file import GgufFile
-from paged_jax.loading.naming import GGUF
+from paged_jax.loading.weights import FloatArray, Naming
 from paged_jax.models.config import ModelConfig, RopeKind, RopeScaling
+
+GGUF = Naming(
+    layer="blk.{i}.",
+    modules={
+        "embed": ("token_embd",),
+        "attention_norm": ("attn_norm",),
+        "attention.qkv": ("attn_q", "attn_k", "attn_v"),
+        "attention.out": ("attn_output",),
+        "mlp_norm": ("ffn_norm",),
+        "mlp.gate_up": ("ffn_gate", "ffn_up"),
+        "mlp.down": ("ffn_down",),
+        "final_norm": ("output_norm",),
+        "lm_head": ("output",),
+    },
+)
 
 _ARCHITECTURES = ("llama", "qwen2")
 _ROPE_FACTORS = "rope_freqs.weight"  # Llama 3.1's scaling, one divisor per frequency

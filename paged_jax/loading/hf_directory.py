@@ -9,36 +9,23 @@ import numpy as np
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
-from paged_jax.loading.arrays import FloatArray, weight_dtype
-from paged_jax.loading.naming import HUGGING_FACE, file_parts
+from paged_jax.loading.weights import FloatArray, Naming, file_parts, weight_dtype
 from paged_jax.models.config import ModelConfig, token_ids
 
-
-def write_hf_weights(
-    directory: Path, config: ModelConfig, weights: Mapping[str, FloatArray], dtype: str
-) -> None:
-    """Write canonical parameters to `directory/model.safetensors`: apart, [out, in], in `dtype`."""
-    target = weight_dtype(dtype)
-    tensors = {
-        name: np.ascontiguousarray(tensor, target)
-        for name, tensor in to_hf_tensors(config, weights).items()
-    }
-    save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
-
-
-def to_hf_tensors(config: ModelConfig, weights: Mapping[str, FloatArray]) -> dict[str, FloatArray]:
-    """Hugging Face name -> tensor, for all parameters of `expected_shapes(config)`."""
-    tensors: dict[str, FloatArray] = {}
-    for canonical, parts in file_parts(config, HUGGING_FACE).items():
-        parameter = weights[canonical]
-        rows = parameter.T if canonical.endswith(".kernel") else parameter
-        start = 0
-        for part in parts:
-            end = start + part.shape[0]
-            tensors[part.name] = rows[start:end]
-            start = end
-    return tensors
-
+HUGGING_FACE = Naming(
+    layer="model.layers.{i}.",
+    modules={
+        "embed": ("model.embed_tokens",),
+        "attention_norm": ("input_layernorm",),
+        "attention.qkv": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
+        "attention.out": ("self_attn.o_proj",),
+        "mlp_norm": ("post_attention_layernorm",),
+        "mlp.gate_up": ("mlp.gate_proj", "mlp.up_proj"),
+        "mlp.down": ("mlp.down_proj",),
+        "final_norm": ("model.norm",),
+        "lm_head": ("lm_head",),
+    },
+)
 
 _INDEX = "model.safetensors.index.json"
 _SINGLE = "model.safetensors"
@@ -105,6 +92,32 @@ class HfTensors:
                 f"{embedding}; set tie_word_embeddings to false to use it"
             )
         self.shapes = {name: shape for name, shape in self.shapes.items() if name != head}
+
+
+def write_hf_weights(
+    directory: Path, config: ModelConfig, weights: Mapping[str, FloatArray], dtype: str
+) -> None:
+    """Write canonical parameters to `directory/model.safetensors`: apart, [out, in], in `dtype`."""
+    target = weight_dtype(dtype)
+    tensors = {
+        name: np.ascontiguousarray(tensor, target)
+        for name, tensor in to_hf_tensors(config, weights).items()
+    }
+    save_file(tensors, directory / _SINGLE, metadata={"format": "pt"})
+
+
+def to_hf_tensors(config: ModelConfig, weights: Mapping[str, FloatArray]) -> dict[str, FloatArray]:
+    """Hugging Face name -> tensor, for all parameters of `expected_shapes(config)`."""
+    tensors: dict[str, FloatArray] = {}
+    for canonical, parts in file_parts(config, HUGGING_FACE).items():
+        parameter = weights[canonical]
+        rows = parameter.T if canonical.endswith(".kernel") else parameter
+        start = 0
+        for part in parts:
+            end = start + part.shape[0]
+            tensors[part.name] = rows[start:end]
+            start = end
+    return tensors
 
 
 def _weight_files(directory: Path) -> list[Path]:

@@ -1,20 +1,47 @@
-"""From a file's tensors to the model's parameters: checked, fused, transposed, in one dtype."""
+"""From the tensors of a file to the model's parameters: checked, fused, transposed, in one dtype.
+
+Files keep one [out, in] matrix per projection; the model keeps [in, out] kernels with query, key
+and value fused, gate and up fused (`paged_jax.models.params`). A format has a `Naming` and a
+`TensorSource`; `assemble` does the rest.
+"""
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any, Protocol
 
+import ml_dtypes
 import numpy as np
 
-from paged_jax.loading.arrays import FloatArray, weight_dtype
-from paged_jax.loading.naming import Naming, Part, file_parts
 from paged_jax.models.config import ModelConfig
 from paged_jax.models.params import expected_shapes
 
+FloatArray = np.ndarray[Any, np.dtype[np.floating[Any]]]
+
+_DTYPES: dict[str, np.dtype[Any]] = {
+    "float32": np.dtype(np.float32),
+    "bfloat16": np.dtype(ml_dtypes.bfloat16),
+    "float16": np.dtype(np.float16),
+}
 _MAX_LISTED = 8  # names in an error; a wrong config misses every layer's
 
 
+def weight_dtype(name: str) -> np.dtype[Any]:
+    """numpy's dtype for a name. Raises ValueError for one that weights cannot have."""
+    if name not in _DTYPES:
+        raise ValueError(f"dtype must be one of {', '.join(_DTYPES)}, got {name!r}")
+    return _DTYPES[name]
+
+
+@dataclass(frozen=True)
+class Naming:
+    """The tensor names of a file format, without their `.weight` and `.bias`."""
+
+    layer: str  # prefix of layer {i}
+    modules: Mapping[str, tuple[str, ...]]  # canonical module -> the file's, in fused order
+
+
 class TensorSource(Protocol):
-    """Tensors by the names their file gives them."""
+    """Tensors by the names that their file gives them."""
 
     @property
     def where(self) -> str:
@@ -27,6 +54,48 @@ class TensorSource(Protocol):
     def shapes(self) -> Mapping[str, tuple[int, ...]]: ...
 
     def read(self, name: str) -> FloatArray: ...
+
+
+@dataclass(frozen=True)
+class Part:
+    """One tensor of a file."""
+
+    name: str
+    shape: tuple[int, ...]  # as the file keeps it: [out, in] for a matrix
+
+
+def file_parts(config: ModelConfig, naming: Naming) -> dict[str, list[Part]]:
+    """Canonical parameter -> the tensors of the file that it is made of, in fused order."""
+    return {
+        name: _parts(name, shape, config, naming) for name, shape in expected_shapes(config).items()
+    }
+
+
+def _parts(
+    canonical: str, shape: tuple[int, ...], config: ModelConfig, naming: Naming
+) -> list[Part]:
+    module, kind = canonical.rsplit(".", 1)
+    prefix = ""
+    if module.startswith("layers."):
+        _, index, module = module.split(".", 2)
+        prefix = naming.layer.format(i=index)
+    suffix = ".bias" if kind == "bias" else ".weight"
+    widths = {
+        "attention.qkv": [
+            config.num_heads * config.head_dim,
+            config.num_kv_heads * config.head_dim,
+            config.num_kv_heads * config.head_dim,
+        ],
+        "mlp.gate_up": [config.intermediate_size] * 2,
+    }.get(module, [shape[-1]])
+    names = [prefix + name + suffix for name in naming.modules[module]]
+    if kind == "kernel":
+        shapes: list[tuple[int, ...]] = [(width, shape[0]) for width in widths]
+    elif kind == "embedding":
+        shapes = [shape]
+    else:
+        shapes = [(width,) for width in widths]
+    return [Part(name, part_shape) for name, part_shape in zip(names, shapes, strict=True)]
 
 
 def assemble(source: TensorSource, config: ModelConfig, dtype: str) -> dict[str, FloatArray]:
