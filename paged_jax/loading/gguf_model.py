@@ -34,8 +34,11 @@ _ROPE_FACTORS = "rope_freqs.weight"  # Llama 3.1's scaling, one divisor per freq
 
 
 def read_gguf_config(file: GgufFile) -> ModelConfig:
-    """The model's config. Raises ValueError for another architecture, mixtures of experts, and
-    metadata that is missing or does not fit."""
+    """The config of the model in a file.
+
+    Raises ValueError for another architecture, mixtures of experts, and metadata that is missing
+    or does not fit.
+    """
     metadata = file.metadata
     arch = metadata.get("general.architecture")
     if arch not in _ARCHITECTURES:
@@ -118,7 +121,7 @@ def halves_from_pairs(tensor: FloatArray, num_heads: int) -> FloatArray:
 
 
 def _end_tokens(metadata: Mapping[str, Any]) -> tuple[int, ...]:
-    """End of text, of turn and of message, each once."""
+    """The tokens that end a text, a turn or a message, each once."""
     keys = [f"tokenizer.ggml.{kind}_token_id" for kind in ("eos", "eot", "eom")]
     return tuple(dict.fromkeys(metadata[key] for key in keys if key in metadata))
 

@@ -33,8 +33,11 @@ _DTYPES = ("F64", "F32", "F16", "BF16")
 
 
 def read_hf_config(directory: Path) -> ModelConfig:
-    """The model's config; a generation_config.json has the last word on the end tokens, as in
-    transformers. Raises ValueError if there is no config.json or it cannot be used."""
+    """The config of the model in a directory.
+
+    A generation_config.json has the last word on the end tokens, as in transformers. Raises
+    ValueError if there is no config.json or it cannot be used.
+    """
     path = directory / "config.json"
     if not path.is_file():
         raise ValueError(f"{directory} has no config.json: not a Hugging Face model directory")
@@ -51,8 +54,10 @@ def read_hf_config(directory: Path) -> ModelConfig:
 
 
 class HfTensors:
-    """The tensors of a directory (a `TensorSource`). Raises ValueError if files are missing,
-    damaged or hold something else than floats."""
+    """The tensors of a directory (a `TensorSource`).
+
+    Raises ValueError if files are missing, damaged or hold something else than floats.
+    """
 
     naming = HUGGING_FACE
 
@@ -60,7 +65,10 @@ class HfTensors:
         self.where = str(directory)
         self._home: dict[str, Any] = {}  # tensor -> its open file
         for path in _weight_files(directory):
-            file = _open(path)
+            try:
+                file = safe_open(path, framework="numpy")
+            except (SafetensorError, OSError) as error:
+                raise ValueError(f"{path}: not a readable safetensors file ({error})") from error
             self._home.update(dict.fromkeys(file.keys(), file))
         self.shapes: Mapping[str, tuple[int, ...]] = {
             name: tuple(file.get_slice(name).get_shape())
@@ -97,7 +105,7 @@ class HfTensors:
 def write_hf_weights(
     directory: Path, config: ModelConfig, weights: Mapping[str, FloatArray], dtype: str
 ) -> None:
-    """Write canonical parameters to `directory/model.safetensors`: apart, [out, in], in `dtype`."""
+    """Write canonical parameters to `directory/model.safetensors`, not fused, in `dtype`."""
     target = weight_dtype(dtype)
     tensors = {
         name: np.ascontiguousarray(tensor, target)
@@ -137,13 +145,6 @@ def _weight_files(directory: Path) -> list[Path]:
             "converted to safetensors first"
         )
     return [directory / _SINGLE]
-
-
-def _open(path: Path) -> Any:
-    try:
-        return safe_open(path, framework="numpy")
-    except (SafetensorError, OSError) as error:
-        raise ValueError(f"{path}: not a readable safetensors file ({error})") from error
 
 
 def _read_json(path: Path) -> dict[str, Any]:

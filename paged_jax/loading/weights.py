@@ -7,7 +7,7 @@ and value fused, gate and up fused (`paged_jax.models.params`). A format has a `
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import ml_dtypes
 import numpy as np
@@ -43,21 +43,14 @@ class Naming:
 class TensorSource(Protocol):
     """Tensors by the names that their file gives them."""
 
-    @property
-    def where(self) -> str:
-        """The path, for errors."""
-
-    @property
-    def naming(self) -> Naming: ...
-
-    @property
-    def shapes(self) -> Mapping[str, tuple[int, ...]]: ...
+    where: str  # the path, for errors
+    naming: Naming
+    shapes: Mapping[str, tuple[int, ...]]
 
     def read(self, name: str) -> FloatArray: ...
 
 
-@dataclass(frozen=True)
-class Part:
+class Part(NamedTuple):
     """One tensor of a file."""
 
     name: str
@@ -132,28 +125,23 @@ def _build(
 
 
 def _check(source: TensorSource, parts: list[Part]) -> None:
-    found = source.shapes
-    expected = {part.name: part.shape for part in parts}
-    problems = [
-        *_listed("missing", [f"{n} {s}" for n, s in expected.items() if n not in found]),
-        *_listed("unexpected", [f"{n} {s}" for n, s in found.items() if n not in expected]),
-        *_listed(
-            "of a wrong shape",
-            [
-                f"{n}: expected {s}, found {found[n]}"
-                for n, s in expected.items()
-                if n in found and found[n] != s
-            ],
-        ),
-    ]
-    if problems:
+    found, expected = source.shapes, dict(parts)
+    problems = {
+        "missing": [f"{n} {s}" for n, s in expected.items() if n not in found],
+        "unexpected": [f"{n} {s}" for n, s in found.items() if n not in expected],
+        "of a wrong shape": [
+            f"{n}: expected {s}, found {found[n]}"
+            for n, s in expected.items()
+            if found.get(n, s) != s
+        ],
+    }
+    if any(problems.values()):
         raise ValueError(
-            f"{source.where}: the tensors do not fit the config: {'; '.join(problems)}"
+            f"{source.where}: the tensors do not fit the config: "
+            + "; ".join(_listed(what, items) for what, items in problems.items() if items)
         )
 
 
-def _listed(what: str, items: list[str]) -> list[str]:
-    if not items:
-        return []
+def _listed(what: str, items: list[str]) -> str:
     more = f", and {len(items) - _MAX_LISTED} more" if len(items) > _MAX_LISTED else ""
-    return [f"{len(items)} {what} ({', '.join(items[:_MAX_LISTED])}{more})"]
+    return f"{len(items)} {what} ({', '.join(items[:_MAX_LISTED])}{more})"

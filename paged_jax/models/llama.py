@@ -148,12 +148,7 @@ class Llama(nnx.Module):
         self.lm_head = None if tied else Linear(E, V, bias=False, dtype=dtype, rngs=rngs)
 
     def __call__(
-        self,
-        tokens: Array,
-        positions: Array,
-        attend: Attend,
-        states: Sequence[Any],
-        shared: Any,
+        self, tokens: Array, positions: Array, attend: Attend, states: Sequence[Any], shared: Any
     ) -> tuple[Array, list[Any]]:
         """Hidden states after the last norm `[..., E]` of tokens and positions `i32[...]`.
 

@@ -1,7 +1,7 @@
 """A model as a pure function and a parameter pytree.
 
-The modules are split once. What runs in jitted steps is `model_of(config)(params)`: the
-modules' methods over a plain nested dict of arrays.
+The modules are split once. Jitted steps call the methods of `bind(config, params)`: the modules
+over a plain nested dict of arrays.
 """
 
 import math
@@ -16,6 +16,9 @@ from flax import nnx
 
 from paged_jax.models.config import ModelConfig
 from paged_jax.models.llama import Llama
+
+# Nested by the names of the modules' attributes; layers by number.
+Params = dict[str | int, Any]
 
 
 def expected_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
@@ -48,10 +51,6 @@ def expected_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
 def num_parameters(config: ModelConfig) -> int:
     """Weights the model holds; a tied head counts once."""
     return sum(math.prod(shape) for shape in expected_shapes(config).values())
-
-
-# Nested by the names of the modules' attributes; layers by number.
-Params = dict[str | int, Any]
 
 
 @cache

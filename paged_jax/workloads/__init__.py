@@ -23,15 +23,8 @@ from paged_jax.workloads.mooncake import MooncakeRow, mooncake_requests, read_mo
 from paged_jax.workloads.overflow import limit_lengths
 from paged_jax.workloads.prompts import prompt_requests, read_prompts
 from paged_jax.workloads.request import TracedRequest, VocabRange, WorkloadRequest, traced_requests
-from paged_jax.workloads.sharegpt import (
-    find_packaged_sharegpt,
-    read_sharegpt,
-    sharegpt_requests,
-)
-from paged_jax.workloads.sharegpt_lengths import (
-    sharegpt_length_requests,
-    sharegpt_lengths,
-)
+from paged_jax.workloads.sharegpt import find_packaged_sharegpt, read_sharegpt, sharegpt_requests
+from paged_jax.workloads.sharegpt_lengths import sharegpt_length_requests, sharegpt_lengths
 
 __all__ = [
     "ARRIVALS",

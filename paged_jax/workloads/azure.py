@@ -10,7 +10,7 @@ COLUMNS = ("TIMESTAMP", "ContextTokens", "GeneratedTokens")
 
 
 def read_azure(path: str | Path) -> list[TracedRequest]:
-    """All rows of the trace. ValueError names the first line that does not parse."""
+    """All rows, timed from the first. ValueError names the first line that does not parse."""
     rows: list[TracedRequest] = []
     first: datetime | None = None
     for number, (stamp, context, generated) in read_columns(path, COLUMNS):

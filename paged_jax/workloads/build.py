@@ -5,12 +5,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, get_args
 
-from paged_jax.workloads.arrivals import (
-    arrive_as_traced,
-    arrive_at_once,
-    arrive_gamma,
-    speedup_to,
-)
+from paged_jax.workloads.arrivals import arrive_as_traced, arrive_at_once, arrive_gamma, speedup_to
 from paged_jax.workloads.azure import read_azure
 from paged_jax.workloads.burstgpt import read_burstgpt
 from paged_jax.workloads.lengths import NAMED_LENGTHS, Lengths, length_requests
@@ -47,21 +42,21 @@ def build_workload(
     speedup: float = 1.0,
     seed: int = 0,
 ) -> tuple[list[WorkloadRequest], list[str]]:
-    """The requests of a workload by order of arrival, and notes for the human who asked.
+    """The requests of a workload in order of arrival, and notes for the user.
 
     kind: sharegpt (`trace`, or the installed package), azure, mooncake and burstgpt (`trace`),
-        lengths (`lengths`, a name of NAMED_LENGTHS or its own), prompts (`prompts`, or one a
-        line in `trace`).
-    encode: text to token ids, for sharegpt and prompts; `encode_prompt` is the same with what the
-        model wants around a prompt (a chat template), `encode` where it is not given.
+        lengths (`lengths`, a name of NAMED_LENGTHS or lengths of your own), prompts (`prompts`, or
+        the lines of `trace`).
+    encode: text to token ids, for sharegpt and prompts. `encode_prompt` also puts around a prompt
+        what the model wants (a chat template); where it is not given, `encode` stands in.
     vocab: the ids of synthetic prompts, for azure, mooncake, burstgpt and lengths.
-    num_requests: how many; None takes all there are (lengths has no all).
+    num_requests: how many; None takes all there are, and is not for lengths.
     max_tokens: caps every output; for prompts, which have no output lengths, it is the length.
     ignore_eos: None means outputs of exactly the given length, except for prompts.
     overflow: drop or clip a request whose prompt and output exceed `max_model_len`.
     arrivals: all_at_once; poisson (at `rate` requests/s); gamma (likewise, `cv` the coefficient of
         variation of the gaps); or trace (`speedup` times as fast, or scaled to `rate`).
-    Raises ValueError, in one line, on whatever cannot be.
+    Raises ValueError, in one line, for a bad value, options that do not go together, a bad file.
     """
     _require_choice("workload", kind, KINDS)
     _require_choice("arrivals", arrivals, ARRIVALS)
@@ -104,10 +99,7 @@ def build_workload(
             notes += report.notes()
             encode = _require(encode, kind, "encode")
             drawn = sharegpt_requests(
-                exchanges,
-                encode=encode,
-                encode_prompt=encode_prompt or encode,
-                **options,
+                exchanges, encode=encode, encode_prompt=encode_prompt or encode, **options
             )
         case "azure":
             rows = read_azure(_require(path, kind, "trace"))

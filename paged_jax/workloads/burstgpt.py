@@ -10,9 +10,10 @@ COLUMNS = ("Timestamp", "Request tokens", "Response tokens")
 
 
 def read_burstgpt(path: str | Path) -> tuple[list[TracedRequest], int]:
-    """All rows with a response by time, and how many failed: their response has 0 tokens.
+    """The rows with a response, in order of time, and the number of requests without one.
 
-    ValueError names the first line that does not parse.
+    Times count from the start of the collection, not of the file. ValueError names the first line
+    that does not parse.
     """
     rows: list[TracedRequest] = []
     num_failed = 0

@@ -188,10 +188,7 @@ def function(impl: str, options: AttentionOptions) -> Callable[..., dict[str, Ar
 def wanted(case: AttentionCase, options: AttentionOptions, *, on_gpu: bool) -> dict[str, Wanted]:
     """What `function` must return."""
     result = attended(
-        case,
-        scale=options.scale,
-        soft_cap=options.soft_cap,
-        sliding_window=options.sliding_window,
+        case, scale=options.scale, soft_cap=options.soft_cap, sliding_window=options.sliding_window
     )
     values = np.abs(case.v_cache.astype(np.float64))
     limits = bounds(

@@ -78,10 +78,7 @@ def attend(
     except RuntimeError as error:  # no cuDNN, or one that cannot do this on the device
         raise Unsupported(f"attention 'gather_sdpa' cannot do this: {error}") from error
     scores = options.scale * jnp.einsum(
-        "bthgd,bshd->bthgs",
-        q.reshape(B, T, Hk, Hq // Hk, D),
-        k,
-        preferred_element_type=jnp.float32,
+        "bthgd,bshd->bthgs", q.reshape(B, T, Hk, Hq // Hk, D), k, preferred_element_type=jnp.float32
     )
     scores = jnp.where(is_visible[:, :, None, None], scores, -jnp.inf).reshape(B, T, Hq, M * S)
     sees_any = jnp.any(is_visible, axis=-1)[..., None, None]

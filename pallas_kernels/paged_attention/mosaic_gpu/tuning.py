@@ -177,13 +177,7 @@ def _tokens(call: Call, target: Target, wanted: int, kv_heads: int) -> int:
 
 
 def _splits(
-    *,
-    programs: int,
-    tiles: int,
-    tile_bytes: int,
-    result_bytes: int,
-    slots: int,
-    bandwidth: int,
+    *, programs: int, tiles: int, tile_bytes: int, result_bytes: int, slots: int, bandwidth: int
 ) -> int:
     """The fewest splits that take least time, if every context fills its table; small shares.
 
