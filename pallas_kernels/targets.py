@@ -160,7 +160,7 @@ class Occupancy(NamedTuple):
 def occupancy(target: Target, registers: int, threads: int, shared_memory: int) -> Occupancy:
     """Programs of `threads` threads with `registers` each, `shared_memory` bytes in all.
 
-    Of limits that are equally tight, the first of registers, shared memory, threads, programs is
+    Where limits are equally tight, the first of registers, shared memory, threads, programs is
     named. 0 programs: the kernel cannot be launched.
     """
     warps = -(-threads // _WARP)

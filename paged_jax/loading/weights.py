@@ -73,12 +73,9 @@ def _parts(
         _, index, module = module.split(".", 2)
         prefix = naming.layer.format(i=index)
     suffix = ".bias" if kind == "bias" else ".weight"
+    qkv_heads = (config.num_heads, config.num_kv_heads, config.num_kv_heads)
     widths = {
-        "attention.qkv": [
-            config.num_heads * config.head_dim,
-            config.num_kv_heads * config.head_dim,
-            config.num_kv_heads * config.head_dim,
-        ],
+        "attention.qkv": [num_heads * config.head_dim for num_heads in qkv_heads],
         "mlp.gate_up": [config.intermediate_size] * 2,
     }.get(module, [shape[-1]])
     names = [prefix + name + suffix for name in naming.modules[module]]

@@ -46,11 +46,8 @@ def sharegpt_lengths(
         table: LengthTable = np.load(kept)
         return table
     exchanges, _ = read_sharegpt(path)
-    columns = [
-        count_tokens([exchange.prompt for exchange in exchanges]),
-        count_tokens([exchange.reply for exchange in exchanges]),
-    ]
-    table = np.array(columns, np.int32).T
+    prompts, replies = zip(*exchanges, strict=True)
+    table = np.array([count_tokens(prompts), count_tokens(replies)], np.int32).T
     kept.parent.mkdir(parents=True, exist_ok=True)
     # Another process may write the same table: the file of that name is whole at any time.
     partial = kept.with_suffix(f".{os.getpid()}.npy")

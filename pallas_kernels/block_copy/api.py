@@ -5,9 +5,8 @@ it in `IMPLEMENTATIONS`. A `refusal(call)` of the file, which is optional, says 
 `MoveCall`.
 
 All take the caches of keys and of values of all layers, alike and each `[P, Hk, S, D]`, and move
-the same blocks of each. Numbers of blocks must be those of blocks in the caches; pad them with the
-null block to keep their number static. Where one is written, its contents do not matter after.
-Donated caches are updated in place.
+the same blocks of each. Block numbers must name blocks in the caches; pad them with the null block
+to keep their count static: it may hold anything afterwards. Donated caches are updated in place.
 
 Each raises ValueError for shapes that do not fit, `Unsupported` for what `impl` refuses.
 """
@@ -65,7 +64,7 @@ def read_blocks(
 ) -> Array:
     """Gather blocks `i32[N]` of L caches into one array `[N, L, Hk, S, D]`: swapping out.
 
-    All of a block is contiguous in it.
+    Each block is contiguous in it, with all layers.
     """
     caches = list(caches)
     check_caches(caches)

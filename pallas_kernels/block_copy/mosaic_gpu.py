@@ -19,7 +19,7 @@ from pallas_kernels.moves import NULL_BLOCK, MoveOptions
 __all__ = ["copy", "read", "refusal", "write"]
 
 Caches = list[Array]  # each [P, Hk, S, D]
-# What a program moves: four loads of 16 bytes under way in each of its 128 threads.
+# Moved by a program: each of its 128 threads has four loads of 16 bytes under way.
 PROGRAM_BYTES = 8192
 
 

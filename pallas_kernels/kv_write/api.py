@@ -36,8 +36,8 @@ def write_kv(
 
     Caches `[P, Hk, S, D or wider]`, of any dtype; lanes beyond D get zeros. slots `i32[N]`:
     slot s is place `s % S` of block `s // S`, which must be a block of the caches. Slots are
-    distinct except in the null block, where padded tokens go and whose contents do not matter
-    after. Donated caches are updated in place.
+    distinct except in the null block, where padded tokens go and which may hold anything
+    afterwards. Donated caches are updated in place.
 
     Returns the caches. ValueError for shapes that do not fit, `Unsupported` for what `impl`
     refuses.

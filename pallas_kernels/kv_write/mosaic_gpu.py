@@ -1,7 +1,7 @@
-"""Writing keys and values in Mosaic GPU: a program a token, all of its heads at a time.
+"""Writing keys and values in Mosaic GPU: a program for each token, with all of its heads.
 
 The caches are passed as references, so that the kernel writes into them and no more. What belongs
-into the null block is not written at all: nothing reads it.
+to the null block is not written at all: nothing reads it.
 """
 
 from typing import Any

@@ -50,7 +50,7 @@ class KernelReport:
 
 @dataclass(frozen=True)
 class CompiledReport:
-    """The kernels of a function, compiled for a target: as many as its text calls."""
+    """The kernels of a function, compiled for a target; one for each call in its text."""
 
     target: Target
     ptxas: str  # its version
@@ -169,7 +169,7 @@ def _report(call: KernelCall, text: str, dynamic: int, target: Target) -> Kernel
 
 
 class _Dump:
-    """What compiling wrote into a folder: files named by kernel (Mosaic), or by module (XLA)."""
+    """The files that compiling wrote, named by kernel (Mosaic) or by module (XLA)."""
 
     def __init__(self, folder: Path):
         self._folder = folder
@@ -186,7 +186,7 @@ class _Dump:
         return self._ptx[name]
 
     def dynamic_shared_memory(self, call: KernelCall, name: str) -> int:
-        """Bytes: known of a Mosaic kernel before, of a Triton kernel from XLA's launch."""
+        """Bytes: a Mosaic call states them; for a Triton call XLA's launch does."""
         if call.dynamic_shared_memory is not None:
             return call.dynamic_shared_memory
         [launches] = self._folder.glob("*.thunk_sequence.txt")
@@ -198,7 +198,7 @@ class _Dump:
 
 @contextlib.contextmanager
 def _uncached() -> Iterator[None]:
-    """What is compiled within is not written to JAX's cache, which cannot load it again."""
+    """Keep what is compiled within out of JAX's cache, which could not load it again."""
     name = "jax_persistent_cache_min_compile_time_secs"
     before = getattr(jax.config, name)
     jax.config.update(name, float("inf"))

@@ -28,7 +28,7 @@ REGISTRY = IMPLEMENTATIONS
 
 @dataclass(frozen=True)
 class Spec:
-    """One shape and choice of options. Of contexts, every case has 0, 1, a block and the table."""
+    """One shape and choice of options. Every case has contexts of 0, 1, a block and the table."""
 
     name: str
     dtype: str = "bfloat16"
@@ -40,9 +40,9 @@ class Spec:
     block_size: int = 16
     max_blocks: int = 10
     tables: Tables = "random"
-    queries_anywhere: bool = False  # in their context; or its last tokens
-    # Of the GPU that values are tuned for. With few, contexts are not split, programs have many
-    # tiles, and a pipeline of copies comes round to its first slot.
+    queries_anywhere: bool = False  # in their context; False: its last tokens
+    # Cores of the GPU that values are tuned for. With few cores, contexts are not split, programs
+    # have many tiles, and a pipeline of copies comes round to its first slot.
     num_cores: int = 1
     soft_cap: float | None = None
     sliding_window: int | None = None
@@ -55,7 +55,7 @@ class Spec:
         )
 
 
-# Each costs a kernel seconds in the interpreter, so that some vary two things.
+# Each takes seconds in the interpreter, so some vary two things.
 VALUE_SPECS = (
     Spec("GQA, split", num_cores=132),
     Spec("MHA, shared blocks", num_heads=3, num_kv_heads=3, tables="shared"),
@@ -140,7 +140,7 @@ def value_options(impl: str, spec: Spec, *, interpret: bool) -> AttentionOptions
     if default_tuning is None or refusal(impl, call):
         return options
     target = call.target or TARGETS["H200"]
-    name = f"{target.name} with {spec.num_cores} cores"  # of which no table knows
+    name = f"{target.name} with {spec.num_cores} cores"  # no table knows it
     target = dataclasses.replace(target, name=name, num_cores=spec.num_cores)
     tuning = default_tuning(dataclasses.replace(call, target=target))
     return dataclasses.replace(options, tuning=tuning)
@@ -160,7 +160,7 @@ def arguments(impl: str, case: AttentionCase) -> tuple[np.ndarray, ...]:
 
 
 def shapes(impl: str, spec: Spec) -> tuple[jax.ShapeDtypeStruct, ...]:
-    """`arguments` of a shape, without the arrays."""
+    """The shapes and dtypes of `arguments`."""
     B, M = spec.batch, spec.max_blocks
     D = cache_head_size(impl, spec.head_size)
     dtype = jnp.dtype(spec.dtype)
@@ -177,7 +177,7 @@ def shapes(impl: str, spec: Spec) -> tuple[jax.ShapeDtypeStruct, ...]:
 
 
 def function(impl: str, options: AttentionOptions) -> Callable[..., dict[str, Array]]:
-    """Of `arguments`; returns the results by name."""
+    """The call, a function of `arguments` that returns the results by name."""
 
     def attend(*arguments: Array) -> dict[str, Array]:
         return paged_prefill_attention(*arguments, impl=impl, **vars(options))._asdict()

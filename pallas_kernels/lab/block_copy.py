@@ -18,7 +18,7 @@ REGISTRY = IMPLEMENTATIONS
 
 @dataclass(frozen=True)
 class Spec:
-    """One move and shape. Of the blocks that are moved, `padded` are the null block."""
+    """One move and shape; `padded` of the moved blocks are the null block."""
 
     name: str
     move: Literal["copy", "read", "write"] = "copy"
@@ -40,15 +40,10 @@ class Spec:
 
 
 @dataclass(frozen=True)
-class Options:
-    """How a move is called."""
+class Options(MoveOptions):
+    """Which move is called, and how."""
 
-    move: str
-    call: MoveOptions
-
-    @property
-    def interpret(self) -> bool:
-        return self.call.interpret
+    move: str = "copy"
 
 
 class BlockCopyCase(NamedTuple):
@@ -103,11 +98,11 @@ def make(spec: Spec, rng: np.random.Generator) -> BlockCopyCase:
 
 def value_options(impl: str, spec: Spec, *, interpret: bool) -> Options:
     """Races are looked for where the kernel is interpreted."""
-    return Options(spec.move, MoveOptions(interpret, interpret))
+    return Options(interpret, interpret, spec.move)
 
 
 def compile_options(spec: Spec) -> Options:
-    return Options(spec.move, MoveOptions())
+    return Options(move=spec.move)
 
 
 def arguments(impl: str, case: BlockCopyCase) -> BlockCopyCase:
@@ -115,7 +110,7 @@ def arguments(impl: str, case: BlockCopyCase) -> BlockCopyCase:
 
 
 def shapes(impl: str, spec: Spec) -> BlockCopyCase:
-    """`arguments` of a shape, without the arrays."""
+    """The shapes and dtypes of `arguments`."""
     dtype = jnp.dtype(spec.dtype)
     block = (spec.num_kv_heads, spec.block_size, spec.head_size)
     cache = jax.ShapeDtypeStruct((spec.num_blocks, *block), dtype)
@@ -125,15 +120,15 @@ def shapes(impl: str, spec: Spec) -> BlockCopyCase:
 
 
 def function(impl: str, options: Options) -> Callable[..., dict[str, Array]]:
-    """Of `arguments`; returns the results by name, but the null block, which may hold anything."""
+    """The call; it returns results by name, without the null block, which may hold anything."""
 
     def move(
         caches: list[Array], staged: Array, sources: Array, targets: Array
     ) -> dict[str, Array]:
         call: dict[str, Any] = {
             "impl": impl,
-            "interpret": options.call.interpret,
-            "detect_races": options.call.detect_races,
+            "interpret": options.interpret,
+            "detect_races": options.detect_races,
         }
         if options.move == "read":
             return {"staged": read_blocks(caches, sources, **call)}

@@ -7,7 +7,7 @@ import numpy as np
 from numpy.typing import DTypeLike
 
 Tables = Literal["random", "permuted", "shared", "repeated"]
-# What stands in table entries beyond the context: both would be noticed if they were followed.
+# Table entries beyond the context: either would be noticed if it were followed.
 UNUSED_ENTRIES = (-1, 10**9)
 
 
@@ -39,8 +39,8 @@ def make_case(
 ) -> AttentionCase:
     """Tokens of all rows scattered over a pool of `B * max_blocks + spare_blocks` blocks.
 
-    Block 0 and all other blocks of no row and the slots beyond each context hold NaN; table entries
-    beyond it hold `UNUSED_ENTRIES`. `spare_blocks` is at least 1, for block 0. `query_starts`
+    Block 0, other blocks of no row and slots beyond a context hold NaN; table entries beyond a
+    context hold `UNUSED_ENTRIES`. `spare_blocks` is at least 1, for block 0. `query_starts`
     defaults to the end of the context: the last `num_queries` tokens are the queries. `tables`:
 
     random: every row has blocks of its own, from anywhere in the pool;

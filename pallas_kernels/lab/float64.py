@@ -1,6 +1,7 @@
 """What must come out of paged attention, in float64 numpy, and how far a result may be from it.
 
-The reference takes the inputs as they are after rounding to their dtype, so what is left is:
+The reference takes the inputs as they are after rounding to their dtype. `bounds` allows for the
+rounding that is left:
 
 1. Scores are sums of D products in float32, added in any order and, in tensor cores, truncated
    instead of rounded: each step errs by at most `EPS` of the sum of sizes, `score_size`. A few
@@ -31,7 +32,7 @@ MORE_STEPS = 16
 
 
 class Attended(NamedTuple):
-    """Results in float64, and the sizes of what was summed up, on which rounding errors depend."""
+    """Results in float64, and the sizes of the summands, on which rounding errors depend."""
 
     out: np.ndarray  # [B, T, Hq, D]
     max: np.ndarray  # [B, T, Hq], the largest score
@@ -94,7 +95,7 @@ def attended(
 
 
 class Bounds(NamedTuple):
-    """Largest absolute errors; shapes of the results that they are of."""
+    """The largest absolute error that each entry of a result may have."""
 
     out: np.ndarray  # [B, T, Hq, D]
     max: np.ndarray  # [B, T, Hq]
@@ -109,7 +110,7 @@ def bounds(
     soft_cap: float | None = None,
     on_gpu: bool = False,
 ) -> Bounds:
-    """Of results for inputs of a dtype, whose cached values are at most `largest_value` in size."""
+    """Bounds for inputs of a dtype whose cached values are at most `largest_value` in size."""
     head_size = result.out.shape[-1]
     info = ml_dtypes.finfo(dtype)
     wide = info.bits == 32

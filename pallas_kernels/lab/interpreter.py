@@ -26,7 +26,7 @@ class Race(KernelFault):
 
 
 class OutOfBounds(KernelFault):
-    """An access outside of an array, such as of a block that is none."""
+    """An access outside of an array, such as to a block that does not exist."""
 
 
 class Watched[Result](NamedTuple):

@@ -18,7 +18,7 @@ REGISTRY = IMPLEMENTATIONS
 
 @dataclass(frozen=True)
 class Spec:
-    """One shape. Of the tokens, `padded` go into the null block."""
+    """One shape; `padded` of the tokens go to the null block."""
 
     name: str
     dtype: str = "bfloat16"
@@ -96,7 +96,7 @@ def arguments(impl: str, case: KVWriteCase) -> tuple[np.ndarray, ...]:
 
 
 def shapes(impl: str, spec: Spec) -> tuple[jax.ShapeDtypeStruct, ...]:
-    """`arguments` of a shape, without the arrays."""
+    """The shapes and dtypes of `arguments`."""
     dtype, heads, N = jnp.dtype(spec.dtype), spec.num_kv_heads, spec.num_tokens
     cache = jax.ShapeDtypeStruct(
         (spec.num_blocks, heads, spec.block_size, spec.cache_head_size), dtype
@@ -106,7 +106,7 @@ def shapes(impl: str, spec: Spec) -> tuple[jax.ShapeDtypeStruct, ...]:
 
 
 def function(impl: str, options: MoveOptions) -> Callable[..., dict[str, Array]]:
-    """Of `arguments`; returns the results by name, but the null block, which may hold anything."""
+    """The call; it returns results by name, without the null block, which may hold anything."""
 
     def write(*arguments: Array) -> dict[str, Array]:
         k_cache, v_cache = write_kv(

@@ -1,4 +1,7 @@
-"""What is in a kernel's PTX: its instructions, and what the pinned ptxas makes of it."""
+"""A kernel's PTX: its instructions, and what ptxas makes of it.
+
+ptxas is that of the pinned wheel, whatever else is installed.
+"""
 
 import contextlib
 import functools
@@ -11,7 +14,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import NamedTuple
 
-# What tells how a kernel copies and multiplies. Each stands for the instructions that begin so.
+# They tell how a kernel copies and multiplies. Each stands for all instructions that begin so.
 INSTRUCTIONS = (
     "mma.sync",
     "wgmma.mma_async",
@@ -39,7 +42,7 @@ exit 0
 
 
 class Assembled(NamedTuple):
-    """What ptxas says of one kernel. Sizes in bytes."""
+    """ptxas' report on one kernel. Sizes in bytes."""
 
     registers: int  # per thread
     spill_stores: int
@@ -71,7 +74,7 @@ def threads(ptx: str) -> int:
 
 
 def assemble(ptx: str, arch: str) -> Assembled:
-    """Assemble one kernel for `arch` ("sm_90a"), with the wheel's ptxas, whatever else is there.
+    """Assemble one kernel for `arch` ("sm_90a").
 
     RuntimeError with ptxas' words if it refuses; PackageNotFoundError if it is not installed.
     """
@@ -96,7 +99,7 @@ def assemble(ptx: str, arch: str) -> Assembled:
 
 
 def has_ptxas() -> bool:
-    """Whether the wheel is installed."""
+    """Whether the wheel with ptxas is installed."""
     try:
         return bool(ptxas_version())
     except metadata.PackageNotFoundError:
@@ -104,12 +107,12 @@ def has_ptxas() -> bool:
 
 
 def ptxas() -> Path:
-    """PackageNotFoundError: the wheel is not installed."""
+    """The path of ptxas. PackageNotFoundError: the wheel is not installed."""
     return Path(str(metadata.distribution(PACKAGE).locate_file("nvidia/cuda_nvcc/bin/ptxas")))
 
 
 def ptxas_version() -> str:
-    """As "12.9.86". PackageNotFoundError: the wheel is not installed."""
+    """The version, as "12.9.86". PackageNotFoundError: the wheel is not installed."""
     return metadata.version(PACKAGE)
 
 

@@ -38,10 +38,10 @@ AUTO_PREFILL = ("mosaic_gpu", "triton")
 
 
 class Choice(NamedTuple):
-    """What "auto" stands for in a call."""
+    """The implementation that "auto" stands for in a call."""
 
     impl: str
-    refusals: dict[str, str]  # of those it tried before: name -> why not
+    refusals: dict[str, str]  # name -> reason, for each kernel that was tried before
 
     def __str__(self) -> str:
         reasons = "".join(f"; {name}: {reason}" for name, reason in self.refusals.items())
@@ -55,12 +55,12 @@ def refusal(impl: str, call: Call) -> str | None:
 
 
 def choose(call: Call, *, widen: bool = False) -> Choice:
-    """What `impl="auto"` picks for a call, and why nothing before it.
+    """The implementation that `impl="auto"` picks for a call, and why it picks none before it.
 
     With `widen` there is no cache yet: the call's head size is the model's, and the cache will be
-    as wide as what is picked wants it (`cache_head_size`).
+    as wide as the picked implementation wants it (`cache_head_size`).
 
-    ValueError for a call with tuning parameters, which are those of one implementation.
+    ValueError for a call with tuning parameters, which belong to one implementation.
     """
     if call.options.tuning is not None:
         raise ValueError(
@@ -78,7 +78,7 @@ def choose(call: Call, *, widen: bool = False) -> Choice:
 
 
 def resolve(impl: str, call: Call, *, widen: bool = False) -> str:
-    """The implementation that does the call: `impl`, or what "auto" picks; `widen` as there.
+    """The implementation that does the call: `impl`, or what "auto" picks; `widen` as in `choose`.
 
     ValueError for an unknown name, `Unsupported` for one that refuses.
     """
@@ -167,13 +167,9 @@ def paged_attention(
     """
     if q.ndim != 3:
         raise ValueError(f"q must have 3 axes [B, Hq, D], got shape {q.shape}")
+    inputs = (q[:, None], k_cache, v_cache, block_tables, context_lens, context_lens - 1)
     result = paged_prefill_attention(
-        q[:, None],
-        k_cache,
-        v_cache,
-        block_tables,
-        context_lens,
-        context_lens - 1,
+        *inputs,
         scale=scale,
         soft_cap=soft_cap,
         sliding_window=sliding_window,

@@ -1,8 +1,8 @@
 """Paged attention by gathering the blocks for `jax.nn.dot_product_attention`, cuDNN's on a GPU.
 
-Meant for prefill, where many queries share the cost of the gathered copy. That holds all that a
-row's table can hold, however short its context, and so does the mask, in cuDNN a bias of q's dtype.
-There what a query does not see is hidden by lowering its score, in float16 by no more than 32768.
+It is meant for prefill, where many queries share the cost of the gathered copy. The copy is as long
+as a row's table, however short the context, and so is the mask. In cuDNN the mask is a bias of q's
+dtype: it lowers the score of a key that a query does not see, in float16 by no more than 32768.
 """
 
 import jax

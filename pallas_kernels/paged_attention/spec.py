@@ -1,4 +1,4 @@
-"""What every implementation computes: the checks of shapes and the options of a call."""
+"""A call of paged attention: its options, its shapes and their checks, its result."""
 
 import math
 from collections.abc import Hashable
@@ -42,7 +42,7 @@ class AttentionOptions:
 
 @dataclass(frozen=True)
 class Call:
-    """All that is known of a call when it is traced: what an implementation may refuse.
+    """A call, as it is known when it is traced; an implementation may refuse it.
 
     q `[B, T, Hq, D]`, caches `[P, Hk, S, D]`, block_tables `[B, M]`.
     """

@@ -23,7 +23,7 @@ from .tiles import Tiles
 
 @dataclass(frozen=True)
 class Stretch:
-    """Tokens of the heads of a row in caches `[B, Hk, L, D]`, seen as `[B * Hk * L, D]`."""
+    """A source: a row's tokens in caches `[B, Hk, L, D]`, seen as the matrix `[B * Hk * L, D]`."""
 
     tiles: Tiles
     length: int  # L
@@ -52,7 +52,7 @@ def contiguous_attention(
     """Query t of row b, at position query_starts[b] + t, sees what stands at or before it.
 
     D is 64, 128 or 256. Tiles and splits are those of a paged cache with blocks of `block_size`
-    tokens; L must be a multiple of both. `Unsupported` for what is not covered.
+    tokens; L must be a multiple of both. `Unsupported` for other calls.
     """
     B, T, Hq, D = q.shape
     _, Hk, L, _ = k.shape

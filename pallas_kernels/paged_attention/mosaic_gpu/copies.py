@@ -31,7 +31,7 @@ class Source(Protocol):
 
 @dataclass(frozen=True)
 class Blocks:
-    """Blocks of a paged cache `[P, Hk, S, D]`, seen as the matrix `[P * Hk * S, D]`.
+    """A source: blocks of a paged cache `[P, Hk, S, D]`, seen as the matrix `[P * Hk * S, D]`.
 
     Columns of the table outside of [first_column, last_column] are not read, and no entry is
     followed out of the cache.

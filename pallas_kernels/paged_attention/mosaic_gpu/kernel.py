@@ -133,7 +133,7 @@ class OnlineSoftmax:
             plgpu.commit_smem()
 
     def clear_values(self, v_smem: Ref, first_token: Array) -> None:
-        """Put zeros into rows of values that nothing sees: 0 times the NaN they may hold is NaN."""
+        """Put zeros into rows of values that no query sees: they may be NaN, and 0 * NaN is NaN."""
         tiles, view = self.tiles, self.view
         outside = (first_token + tiles.tokens > view.end) | (first_token < view.first)
 
@@ -206,11 +206,11 @@ class Program:
 
     @staticmethod
     def here(kernel: "Kernel", products: Products, lens: Any, starts: Any) -> "Program":
-        """The program that runs this."""
+        """The program that this is traced in."""
         tiles = kernel.tiles
         names = ("row", "part", "query_tile", "split")
         row, part, query_tile, split = (lax.axis_index(name) for name in names)
-        # What comes last sees most: it starts first.
+        # The last query tile sees most: it starts first.
         query_tile = tiles.query_tiles - 1 - query_tile
         view = View.of(tiles, kernel.options, query_tile, lens[row], starts[row])
         tokens = jnp.int32(tiles.tokens)

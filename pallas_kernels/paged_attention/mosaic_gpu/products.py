@@ -34,7 +34,7 @@ def swizzled(shape: tuple[int, ...], dtype: Any) -> Any:
 
 @dataclass(frozen=True)
 class MmaProducts:
-    """By mma.sync, which every generation has: operands pass through registers.
+    """The products by mma.sync, which every generation has: operands pass through registers.
 
     Keys and values are read from shared memory once, by the warp whose rows they are; queries and
     weights by every warp.
@@ -81,7 +81,7 @@ class MmaProducts:
             start_cp_async(q, smem["queries"], interpret=self.interpret)
 
     def queries(self, q: Ref, smem: dict[str, Ref]) -> Callable[[], Array]:
-        """What `scores` takes: queries^T, once they are there."""
+        """queries^T as `scores` takes them, once their copy has arrived."""
         if not self._stages_queries:
             held = load(q.T, self._rhs)
             return lambda: held
@@ -106,7 +106,7 @@ class MmaProducts:
 
 @dataclass(frozen=True)
 class WgmmaProducts:
-    """By wgmma, of sm_90 alone: the whole warpgroup's, with operands in shared memory."""
+    """The products by wgmma, of sm_90 alone: a warpgroup's, with operands in shared memory."""
 
     tiles: Tiles
     dtype: Any
@@ -135,7 +135,7 @@ class WgmmaProducts:
         plgpu.copy_gmem_to_smem(q, smem["queries"], smem["queries_barrier"])
 
     def queries(self, q: Ref, smem: dict[str, Ref]) -> Ref:
-        """What `scores` takes: queries^T, once they are there."""
+        """queries^T as `scores` takes them, once their copy has arrived."""
         plgpu.barrier_wait(smem["queries_barrier"])
         return smem["queries"].T
 

@@ -20,8 +20,8 @@ ROW_MULTIPLE = 64
 def quotient(x: Array, divisor: int) -> Array:
     """x // divisor for x and divisor in [0, 1024), elementwise.
 
-    Not by a division: where LLVM sees that 16 bits are enough for it, it makes an instruction of it
-    that GPUs have not, and aborts.
+    It avoids a division: where LLVM sees that 16 bits are enough for one, it makes of it an
+    instruction that GPUs do not have, and aborts.
     """
     if divisor & (divisor - 1) == 0:
         return x >> (divisor.bit_length() - 1)
@@ -48,7 +48,7 @@ class Tiles:
 
     @property
     def rows(self) -> int:
-        """Rows of a tile in shared memory, those that no copy writes included."""
+        """Rows of a tile in shared memory, with the rows that no copy writes."""
         return -(-self.heads * self.tokens // ROW_MULTIPLE) * ROW_MULTIPLE
 
     @property
