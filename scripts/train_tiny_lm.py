@@ -30,20 +30,24 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from absl import flags
 from jax import Array
 from tqdm import tqdm
 
-from experiments.lib import reporting
+from experiments.lib import figures, reporting
+from experiments.lib.experiment import run
+from experiments.lib.options import Options, option
 from paged_jax.loading import build_byte_tokenizer, load_model
 from paged_jax.loading.hf_directory import write_hf_weights
 from paged_jax.models.config import ModelConfig
 from paged_jax.models.params import Params, bind, flatten, init_params, nest, num_parameters
 from paged_jax.steps.attention import causal_attention
 
-_OUT_DIR = flags.DEFINE_string("out_dir", "out/tiny_lm", "Folder for the model and its curve.")
-_STEPS = flags.DEFINE_integer("steps", 400, "Optimiser steps.", lower_bound=10)
-_SEED = flags.DEFINE_integer("seed", 0, "Of the initial weights and of the order of the text.")
+
+@dataclass(frozen=True, kw_only=True)
+class Config(Options):
+    out_dir: str = option("out/tiny_lm", "Folder for the model and its curve.")
+    steps: int = option(400, "The optimiser takes so many steps.", quick=40, least=10)
+
 
 BOS, EOS, PAD = 256, 257, 258
 HF_CONFIG: dict[str, Any] = {
@@ -79,10 +83,10 @@ PHASES = ((256, 0.78), (512, 0.2), (1024, 0.02))
 PEAK_LEARNING_RATE = 0.02
 WARMUP_STEPS = 50
 WEIGHT_DECAY = 0.05
-LAST_CHARACTER = 0x600  # of those whose names are learnt
+LAST_CHARACTER = 0x600  # the names of the characters before it are learnt
 VALIDATION_SHARE = 0.05
 VALIDATION_LENGTH = 512
-NUM_POINTS = 10  # of the curve
+NUM_POINTS = 10  # points of the curve
 
 
 @dataclass(frozen=True)
@@ -96,22 +100,21 @@ class Point:
     seconds: float  # since the start
 
 
-def main() -> None:
-    out_dir = reporting.make_out_dir(_OUT_DIR.value)
-    config = ModelConfig.from_hf(HF_CONFIG)
-    documents = collect_documents(_SEED.value)
+def main(config: Config) -> None:
+    architecture = ModelConfig.from_hf(HF_CONFIG)
+    documents = collect_documents(config.seed)
     num_held_out = round(len(documents) * VALIDATION_SHARE)
     validation, training = encode(documents[:num_held_out]), encode(documents[num_held_out:])
     print(
-        f"{num_parameters(config):,} parameters; {len(documents):,} documents, "
+        f"{num_parameters(architecture):,} parameters; {len(documents):,} documents, "
         f"{len(training):,} tokens to learn from, {len(validation):,} held out"
     )
-    params, curve = train(config, training, validation)
+    params, curve = train(config, architecture, training, validation)
 
-    write_model(out_dir, config, params)
-    reloaded = nest(load_model(str(out_dir)).weights)
-    final_loss = float(evaluate(config, reloaded, windows(validation)))
-    report(out_dir, documents, curve, final_loss)
+    write_model(Path(config.out_dir), params)
+    reloaded = nest(load_model(config.out_dir).weights)
+    final_loss = float(evaluate(architecture, reloaded, windows(validation)))
+    report(config, documents, curve, final_loss)
 
 
 def collect_documents(seed: int) -> list[str]:
@@ -182,9 +185,10 @@ evaluate = jax.jit(mean_loss, static_argnums=0)
 
 
 def train(
-    config: ModelConfig, training: np.ndarray, validation: np.ndarray
+    config: Config, architecture: ModelConfig, training: np.ndarray, validation: np.ndarray
 ) -> tuple[Params, list[Point]]:
-    num_steps = _STEPS.value
+    """The trained parameters, and the points of the curve."""
+    num_steps = config.steps
     schedule = optax.warmup_cosine_decay_schedule(
         init_value=0.0,
         peak_value=PEAK_LEARNING_RATE,
@@ -196,18 +200,18 @@ def train(
 
     @partial(jax.jit, donate_argnums=(0, 1))
     def update(params: Params, state: Any, tokens: Array) -> tuple[Params, Any, Array]:
-        loss, gradients = jax.value_and_grad(partial(mean_loss, config))(params, tokens)
+        loss, gradients = jax.value_and_grad(partial(mean_loss, architecture))(params, tokens)
         updates, state = optimizer.update(gradients, state, params)
         return optax.apply_updates(params, updates), state, loss
 
-    params = init_params(config, _SEED.value)
+    params = init_params(architecture, config.seed)
     state = optimizer.init(params)
     held_out = windows(validation)
     point_steps = set(np.linspace(0, num_steps, NUM_POINTS + 1).round().astype(int)[1:])
     curve: list[Point] = []
     losses: list[float] = []  # since the last point
     start = time.perf_counter()
-    progress = tqdm(batches(training, num_steps, _SEED.value), total=num_steps, unit="step")
+    progress = tqdm(batches(training, num_steps, config.seed), total=num_steps, unit="step")
     for step, tokens in enumerate(progress, 1):
         params, state, loss = update(params, state, tokens)
         losses.append(float(loss))
@@ -218,7 +222,7 @@ def train(
                     step=step,
                     length=tokens.shape[1] - 1,
                     train_loss=float(np.mean(losses)),
-                    validation_loss=float(evaluate(config, params, held_out)),
+                    validation_loss=float(evaluate(architecture, params, held_out)),
                     seconds=time.perf_counter() - start,
                 )
             )
@@ -226,7 +230,9 @@ def train(
     return params, curve
 
 
-def write_model(out_dir: Path, config: ModelConfig, params: Params) -> None:
+def write_model(out_dir: Path, params: Params) -> None:
+    """Write a Hugging Face directory: configs, weights and tokenizer."""
+    config = ModelConfig.from_hf(HF_CONFIG)
     (out_dir / "config.json").write_text(json.dumps(HF_CONFIG, indent=2) + "\n")
     (out_dir / "generation_config.json").write_text(json.dumps(GENERATION_CONFIG, indent=2) + "\n")
     write_hf_weights(out_dir, config, flatten(params), HF_CONFIG["dtype"])
@@ -235,17 +241,18 @@ def write_model(out_dir: Path, config: ModelConfig, params: Params) -> None:
     tokenizer.save_pretrained(out_dir)
 
 
-def report(out_dir: Path, documents: list[str], curve: list[Point], final_loss: float) -> None:
+def report(config: Config, documents: list[str], curve: list[Point], final_loss: float) -> None:
+    """Print the curve, and write training.json and loss.png."""
     columns = ("step", "length", "training loss", "validation loss", "seconds")
     rows = [tuple(asdict(point).values()) for point in curve]
     reporting.print_table("Loss in nats per byte", columns, rows)
     print(f"validation loss of the model as saved (bfloat16): {final_loss:.3f}")
     reporting.write_json(
-        out_dir,
+        config.out_dir,
         "training.json",
         {
-            "seed": _SEED.value,
-            "steps": _STEPS.value,
+            "seed": config.seed,
+            "steps": config.steps,
             "tokens_per_step": TOKENS_PER_STEP,
             "python": platform.python_version(),
             "text_sha256": hashlib.sha256("\0".join(documents).encode()).hexdigest(),
@@ -253,28 +260,14 @@ def report(out_dir: Path, documents: list[str], curve: list[Point], final_loss: 
             "curve": curve,
         },
     )
-    plot(out_dir / "loss.png", curve)
-    print(f"wrote {out_dir}")
-
-
-def plot(path: Path, curve: list[Point]) -> None:
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    figure, axes = plt.subplots(figsize=(6, 3.6), layout="constrained")
-    steps = [point.step for point in curve]
-    axes.plot(steps, [point.train_loss for point in curve], marker="o", label="training")
-    axes.plot(steps, [point.validation_loss for point in curve], marker="s", label="held out")
-    axes.set_xlabel("step")
-    axes.set_ylabel("loss (nats per byte)")
-    axes.set_ylim(bottom=0)
-    axes.grid(alpha=0.3)
+    figure, [[axes]] = figures.panels(size=(6, 3.6))
+    training = [(point.step, point.train_loss) for point in curve]
+    held_out = [(point.step, point.validation_loss) for point in curve]
+    figures.lines(axes, {"training": training, "held out": held_out})
+    axes.set(xlabel="step", ylabel="loss (nats per byte)", ylim=(0, None))
     axes.legend()
-    figure.savefig(path, dpi=80)
-    plt.close(figure)
+    figures.save(figure, config.out_dir, "loss.png")
 
 
 if __name__ == "__main__":
-    reporting.run(main)
+    run(main, Config)

@@ -64,7 +64,7 @@ class TritonTuning:
 
 
 def default_tuning(call: Call) -> TritonTuning:
-    """A tuning by rule: tiles fit the registers of every GPU, and splits do no more than occupy it."""
+    """A tuning by rule: tiles fit the registers of every GPU, and splits just occupy it."""
     rows = call.num_queries * (call.num_heads // call.num_kv_heads)
     # Products of float32 have no tensor cores; their factors fill the registers.
     most_rows = 16 if call.dtype == jnp.float32 else 64
