@@ -1,4 +1,4 @@
-"""The GPUs that kernels are written for: what a kernel's choices and its lowering depend on."""
+"""The GPUs that kernels are written for. A kernel's choices and its lowering depend on them."""
 
 import contextlib
 import dataclasses
@@ -28,7 +28,7 @@ class Target:
 
     @property
     def arch(self) -> str:
-        """As ptxas names it; "a" stands for instructions of this generation alone."""
+        """The name that ptxas knows; "a" adds the instructions of this generation alone."""
         major, minor = self.compute_capability
         return f"sm_{major}{minor}{'a' if major >= 9 else ''}"
 

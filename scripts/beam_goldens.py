@@ -144,7 +144,7 @@ class Noise(transformers.LogitsProcessor):
 
 def search(model: Any, case: BeamCase, noise: float = 0.0) -> tuple[BeamResult, np.ndarray]:
     """(the result, the log-probabilities f32[steps, k, V] that the steps saw)."""
-    # In place of the model's own, whose values stand in for options that are left out.
+    # It replaces the model's own: values of that one would stand in for options left out here.
     model.generation_config = transformers.GenerationConfig(
         num_beams=case["beam_width"],
         num_return_sequences=case["beam_width"],

@@ -41,7 +41,7 @@ class TokenBytes(dict[int, bytes]):
         super().__init__()
         backend = tokenizer.backend_tokenizer
         decoder = backend.decoder
-        # The serialised form is the only one that shows what a sequence of decoders consists of.
+        # Only the serialised form shows the members of a sequence of decoders.
         self.spelling = _spelling(None if decoder is None else json.loads(decoder.__getstate__()))
         self._id_to_token = backend.id_to_token
         if skip_special_tokens:

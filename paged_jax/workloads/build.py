@@ -17,7 +17,7 @@ from paged_jax.workloads.sharegpt import find_packaged_sharegpt, read_sharegpt, 
 
 KINDS = ("sharegpt", "azure", "mooncake", "burstgpt", "lengths", "prompts")
 ARRIVALS = ("all_at_once", "poisson", "gamma", "trace")
-TIMED_KINDS = ("azure", "mooncake", "burstgpt")  # whose traces hold arrival times
+TIMED_KINDS = ("azure", "mooncake", "burstgpt")  # their traces hold arrival times
 
 Encode = Callable[[str], Sequence[int]]
 

@@ -1,4 +1,4 @@
-"""Paged attention as the lab checks it: shapes, calls, and what must come out."""
+"""Paged attention as the lab checks it: shapes, calls, and the results that are wanted."""
 
 import dataclasses
 from collections.abc import Callable
@@ -186,7 +186,7 @@ def function(impl: str, options: AttentionOptions) -> Callable[..., dict[str, Ar
 
 
 def wanted(case: AttentionCase, options: AttentionOptions, *, on_gpu: bool) -> dict[str, Wanted]:
-    """What `function` must return."""
+    """The results that `function` must return."""
     result = attended(
         case, scale=options.scale, soft_cap=options.soft_cap, sliding_window=options.sliding_window
     )

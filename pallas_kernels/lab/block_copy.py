@@ -142,7 +142,7 @@ def function(impl: str, options: Options) -> Callable[..., dict[str, Array]]:
 
 
 def wanted(case: BlockCopyCase, options: Options, *, on_gpu: bool) -> dict[str, Wanted]:
-    """What `function` must return: numbers are moved, so exactly these."""
+    """The results that `function` must return: numbers are moved, so exactly these."""
     caches = [cache.astype(np.float64) for cache in case.caches]
     dtype = case.staged.dtype
     read = np.stack([cache[case.sources] for cache in caches], axis=1)

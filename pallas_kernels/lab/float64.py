@@ -1,4 +1,4 @@
-"""What must come out of paged attention, in float64 numpy, and how far a result may be from it.
+"""The results of paged attention in float64 numpy, and how far a kernel's may be from them.
 
 The reference takes the inputs as they are after rounding to their dtype. `bounds` allows for the
 rounding that is left:

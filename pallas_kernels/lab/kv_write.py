@@ -118,7 +118,7 @@ def function(impl: str, options: MoveOptions) -> Callable[..., dict[str, Array]]
 
 
 def wanted(case: KVWriteCase, options: MoveOptions, *, on_gpu: bool) -> dict[str, Wanted]:
-    """What `function` must return: numbers are moved, so exactly these."""
+    """The results that `function` must return: numbers are moved, so exactly these."""
 
     def written(cache: np.ndarray, new: np.ndarray) -> Wanted:
         S, D = cache.shape[2], new.shape[2]

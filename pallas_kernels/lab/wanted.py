@@ -25,7 +25,7 @@ class Difference(NamedTuple):
 
 
 def compare(name: str, actual: np.ndarray, wanted: Wanted) -> Difference:
-    """Compare a result with what is wanted. NaN and infinity must stand where they are wanted."""
+    """Compare a result with the wanted one. NaN and infinity must stand where they are wanted."""
     if actual.shape != wanted.value.shape or actual.dtype != wanted.dtype:
         found, due = (
             f"{x.dtype}{list(y.shape)}" for x, y in ((actual, actual), (wanted, wanted.value))

@@ -51,7 +51,7 @@ class Worker:
         self.close()
 
     def call(self, function: str, args: tuple[Any, ...], timeout_s: float) -> Outcome:
-        """Call `"package.module:name"` with `args`; these and what it returns are pickled.
+        """Call `"package.module:name"` with `args`; arguments and result are pickled.
 
         `timeout_s` is for the call alone: the process has imported JAX before.
         """
@@ -171,7 +171,7 @@ def run_all(
 
 
 def _serve(connection: Connection) -> None:
-    """In the worker's process: answer calls until the other side is gone."""
+    """Answer calls, in the worker's process, until the other side is gone."""
     parent = os.getppid()
 
     def watch_parent() -> None:  # a call that hangs ends with the process that asked for it

@@ -69,7 +69,7 @@ def choose(call: Call, *, widen: bool = False) -> Choice:
     has_gpu = call.target is not None or call.options.interpret
     refusals: dict[str, str] = {}
     for name in AUTO_DECODE if call.num_queries == 1 else AUTO_PREFILL:
-        # Without a GPU none is asked: to import them takes a second.
+        # Without a GPU no kernel is asked: to import them takes a second.
         reason = _refusal(name, call, widen) if has_gpu else "it needs an NVIDIA GPU"
         if reason is None:
             return Choice(name, refusals)

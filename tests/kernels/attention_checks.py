@@ -11,7 +11,7 @@ from pallas_kernels.lab.float64 import attended
 from pallas_kernels.paged_attention import paged_attention, paged_prefill_attention
 
 SCALE = 16**-0.5
-# Those that run on any device.
+# Implementations that run on any device.
 ANYWHERE = ("reference", "xla", "gather_sdpa")
 
 
@@ -58,7 +58,7 @@ def check(
 
 
 def contexts_for(rng: np.random.Generator, block_size: int, max_blocks: int) -> list[int]:
-    """Of 11 rows: nothing, one token, around a block's size and the table's, and others."""
+    """Contexts of 11 rows: empty, one token, around a block's and the table's size, and others."""
     longest = block_size * max_blocks
     edges = [0, 1, block_size - 1, block_size, block_size + 1, longest, longest - 1]
     others = rng.integers(1, longest, 4).tolist()

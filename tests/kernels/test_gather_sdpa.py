@@ -1,4 +1,4 @@
-"""Gathered blocks under JAX's attention: cuDNN on a GPU, and what it refuses there."""
+"""Gathered blocks under JAX's attention: cuDNN on a GPU, and the calls it refuses there."""
 
 import jax
 import jax.numpy as jnp

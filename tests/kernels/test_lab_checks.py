@@ -1,4 +1,4 @@
-"""Verdicts of the lab: what it says of kernels that are right, wrong, and worse."""
+"""Verdicts of the lab on kernels that are right, wrong, and worse."""
 
 import dataclasses
 import re

@@ -12,7 +12,7 @@ from pallas_kernels.lab.worker import Worker, run_all, run_isolated
 
 ROOT = Path(__file__).resolve().parents[2]
 CALLS = "tests.kernels.toys.calls"
-# Of calls that end by themselves; long, for a machine with much to do.
+# Timeout of calls that end by themselves; long, for a busy machine.
 AMPLE_S = 60
 
 

@@ -217,7 +217,7 @@ def test_wgmma_is_for_hopper_alone():
 @needs_compiler
 @pytest.mark.parametrize("target", ["H200", "A100"])
 def test_compiles_where_no_size_is_a_power_of_two(worker, target):
-    # In another process: LLVM aborts where it meets what it cannot do.
+    # In another process: LLVM aborts on code that it cannot compile.
     spec = Spec("", num_queries=5, num_heads=9, num_kv_heads=3, block_size=48)
     passes(worker, "pallas_kernels.lab.checks:check_lowering", "mosaic_gpu", spec, target, True)
 

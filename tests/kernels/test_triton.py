@@ -1,4 +1,4 @@
-"""The Triton kernel: interpreted against float64, lowered for every GPU, and what it refuses."""
+"""The Triton kernel: against float64 in the interpreter, lowered for every GPU, its refusals."""
 
 import sys
 
@@ -105,7 +105,7 @@ def test_large_scores_and_rows_of_nan_stay_in_their_place():
 def shapes(
     num_queries: int, block_size: int, head_size: int, dtype: str, num_blocks: int = 256
 ) -> tuple[jax.ShapeDtypeStruct, ...]:
-    """Of a call with 32 query heads for 8 KV heads."""
+    """Arguments of a call with 32 query heads for 8 KV heads."""
     cache = jax.ShapeDtypeStruct((num_blocks, 8, block_size, head_size), dtype)
     rows = jax.ShapeDtypeStruct((4,), jnp.int32)
     return (

@@ -25,7 +25,7 @@ from .products import Products, swizzled
 from .tiles import ROW_MULTIPLE, Tiles
 
 Ref = Any
-# (row of the batch, first KV head, what is seen, tables) -> where the copies read
+# (row of the batch, first KV head, view of the context, tables) -> where the copies read
 MakeSource = Callable[..., Source]
 
 LOG2_E = math.log2(math.e)
@@ -35,7 +35,7 @@ MAX_GRID = 65535  # programs along the axes y and z of a grid
 MAX_WIDTH = 512  # the largest that `tiles.quotient` divides by
 # A copy by cp.async: 128 threads with 16 bytes each, in two rounds.
 CP_ASYNC_ELEMENTS = 2048
-# For each column: with these, all columns are reduced across warps at once.
+# Scratch for each column: enough to reduce all columns across warps at once.
 REDUCTION_BYTES = 128
 
 
@@ -216,7 +216,7 @@ class Program:
         tokens = jnp.int32(tiles.tokens)
         lowest_tile = lax.div(view.first, tokens)
         end_tile = lax.div(view.end + tokens - 1, tokens)
-        # Shares are cut from what is seen, not from the table.
+        # Shares are cut from the visible context, not from the table.
         seen = jnp.maximum(end_tile - lowest_tile, 0)
         share = lax.div(seen + kernel.num_splits - 1, jnp.int32(kernel.num_splits))
         first_tile = lowest_tile + split * share

@@ -36,8 +36,8 @@ def swizzled(shape: tuple[int, ...], dtype: Any) -> Any:
 class MmaProducts:
     """The products by mma.sync, which every generation has: operands pass through registers.
 
-    Keys and values are read from shared memory once, by the warp whose rows they are; queries and
-    weights by every warp.
+    Keys and values are read from shared memory once, each row by one warp; queries and weights by
+    every warp.
     """
 
     tiles: Tiles

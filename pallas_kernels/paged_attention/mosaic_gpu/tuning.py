@@ -32,7 +32,7 @@ COMBINE_SECONDS = 4e-6  # to combine the results of splits
 
 @dataclass(frozen=True)
 class Tuning:
-    """What a program takes at a time, and how many share the work. ValueError for bad values.
+    """How much a program takes at a time, and how many share the work. ValueError: bad values.
 
     block_kv: tokens of a tile of keys and values.
     kv_heads: neighbouring KV heads of a program; a block of all of them is one copy.
