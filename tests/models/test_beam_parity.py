@@ -14,8 +14,8 @@ from tests.conftest import assert_idle
 from tests.models.hf_parity import GOLDENS, TIE, full_precision, read_goldens, recorded_prompts
 
 # Tolerances of a sum of log-probabilities: in all, or for each token, whichever is more. For each
-# token Hugging Face's log softmax of SmolLM2's 49,152 logits is up to 9e-6 higher in float32 than in
-# float64.
+# token Hugging Face's log softmax of SmolLM2's 49,152 logits is up to 9e-6 higher in float32 than
+# in float64.
 SUM_TOLERANCE, TOKEN_TOLERANCE = 1e-4, 2e-5
 LIMITS = {
     "max_num_seqs": 16,
