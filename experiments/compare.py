@@ -5,8 +5,8 @@
     python -m experiments.compare --candidate="--pipelined" --workload=lengths --lengths=60,60
     python -m experiments.compare --quick --common="--max_num_seqs=8" --candidate="--block_size=8"
 
---baseline, --candidate and --common (of both) take the engine flags of `experiments.serve`; what is
-asked takes its workload flags. Both engines are built and warmed up, then serve the workload in
+--baseline, --candidate and --common (for both) take the engine flags of `experiments.serve`; its
+workload flags say what is asked. Both engines are built and warmed up, then serve the workload in
 turn, --rounds times. Are the outputs equal, token by token, and where do they first differ? What is
 the ratio of throughput and of p50 and p99 latency, candidate over baseline, and between what bounds
 does it lie, round paired with round?
@@ -19,73 +19,71 @@ Expect a table of ratios in a few minutes on two CPU cores. --out_dir gets resul
 results.csv, differences.jsonl and compare.png.
 """
 
-import sys
-from dataclasses import asdict
-from pathlib import Path
-from typing import Any
+import shlex
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import asdict, dataclass, replace
 
+import jax
 from absl import flags
 
-from experiments.lib import reporting, workload_flags
-from experiments.lib.comparing_differences import Difference, differences
-from experiments.lib.comparing_ratios import FIGURES, Compared, compare_figure
-from experiments.lib.comparing_sides import (
-    BASELINE,
-    CANDIDATE,
-    check_fitting,
-    engines,
-    parse_side,
-    serve_in_turn,
-    timed,
+from experiments.lib import options, reporting
+from experiments.lib.comparison import (
+    FIGURES,
+    Compared,
+    Difference,
+    compare_figure,
+    differences,
+    earliest,
 )
-from experiments.lib.engine_flags import engine_facts
+from experiments.lib.driver import ServedRun, require_fitting, serve
+from experiments.lib.engine_options import EngineOptions, engine_facts
+from experiments.lib.experiment import run
+from experiments.lib.options import Options, option
+from experiments.lib.paired import in_turn
+from experiments.lib.workload_options import Workload, WorkloadOptions
+from paged_jax import Engine, SamplingParams
 
-flags.adopt_module_key_flags(workload_flags)
 
-_COMMON = flags.DEFINE_string("common", "", "Engine flags of both sides.")
-_BASELINE = flags.DEFINE_string("baseline", "", "Engine flags of what is there.")
-_CANDIDATE = flags.DEFINE_string("candidate", "", "Engine flags of what is to take its place.")
-_ROUNDS = flags.DEFINE_integer(
-    "rounds",
-    5,
-    "How often each side serves the workload, one unmeasured time apart.",
-    lower_bound=2,
-)
-_MIN_EQUAL = flags.DEFINE_float(
-    "min_equal", 1.0, "Share of the requests whose outputs must be equal.", 0.0, 1.0
-)
-_MIN_THROUGHPUT = flags.DEFINE_float(
-    "min_throughput_ratio", 0.95, "Tokens/s of the candidate over the baseline's, at least.", 0.0
-)
-_MAX_LATENCY = flags.DEFINE_float(
-    "max_latency_ratio", 1.1, "Each latency of the candidate over the baseline's, at most.", 0.0
-)
-_CONFIDENCE = flags.DEFINE_float("confidence", 0.95, "Of the intervals.", 0.5, 0.9999)
-_QUICK = flags.DEFINE_bool("quick", False, "Three rounds of eight requests of 32 tokens.")
-_OUT_DIR = flags.DEFINE_string("out_dir", "out/compare", "Folder for the results.")
+@dataclass(frozen=True, kw_only=True)
+class CompareConfig(Options):
+    common: str = option("", "Engine flags of both sides.")
+    baseline: str = option("", "Engine flags of the side that is there already.")
+    candidate: str = option("", "Engine flags of the side that is to take its place.")
+    rounds: int = option(
+        5,
+        "Each side serves the workload this many times, and once before that is not measured.",
+        quick=3,
+        least=2,
+    )
+    min_equal: float = option(
+        1.0, "At least this share of the requests must have equal outputs.", least=0, most=1
+    )
+    min_throughput_ratio: float = option(
+        0.95, "The candidate's tokens/s over the baseline's must be at least this.", least=0
+    )
+    max_latency_ratio: float = option(
+        1.1, "Each of the candidate's latencies over the baseline's must be at most this.", least=0
+    )
+    confidence: float = option(
+        0.95, "Each interval holds its ratio with this probability.", least=0.5, most=0.9999
+    )
 
-_NUM_SHOWN = 10
-_QUICK_VALUES = {"rounds": 3, "num_requests": 8, "max_tokens": 32}
+
+BASELINE, CANDIDATE = SIDES = ("baseline", "candidate")
 PASSES, FAILS, UNCLEAR = 0, 1, 3  # exit codes
+NUM_SHOWN = 10  # differences that are printed
 
 
-def main() -> None:
-    if _QUICK.value:
-        for name, value in _QUICK_VALUES.items():
-            if not flags.FLAGS[name].present:
-                flags.FLAGS[name].value = value
-    out_dir = reporting.make_out_dir(_OUT_DIR.value)
-    params, lengths = workload_flags.sampling_params(), workload_flags.lengths()
-    sides = {
-        flag.name: parse_side(flag.name, _COMMON.value, flag.value)
-        for flag in (_BASELINE, _CANDIDATE)
-    }
-    with engines(sides, seed=workload_flags.SEED.value) as built:
-        workload = workload_flags.make_workload(built[BASELINE], lengths)
+def main(config: CompareConfig, asked: WorkloadOptions) -> int:
+    params = asked.sampling_params()
+    sides = {name: parse_side(name, config) for name in SIDES}
+    with engines(sides, seed=config.seed) as built:
+        workload = asked.make_workload(built[BASELINE], seed=config.seed)
         check_fitting(built, workload, params)
         for note in workload.notes:
             print(note)
-        runs = serve_in_turn(built, workload, params, _ROUNDS.value)
+        runs = serve_in_turn(built, workload, params, config.rounds)
         facts = {name: engine_facts(engine) for name, engine in built.items()}
 
     rounds = list(zip(runs[BASELINE], runs[CANDIDATE], strict=True))
@@ -93,31 +91,29 @@ def main() -> None:
     unsteady = [list(differences(rounds[0][0].served, before.served)) for before, _ in rounds[1:]]
     num_requests = len(workload.requests)
     equal = 1 - max(map(len, differing)) / num_requests
+    limits = {True: config.min_throughput_ratio, False: config.max_latency_ratio}
     compared = [
         compare_figure(
             figure,
-            timed(runs[BASELINE]),
-            timed(runs[CANDIDATE]),
-            limit=_MIN_THROUGHPUT.value if figure.more_is_better else _MAX_LATENCY.value,
-            confidence=_CONFIDENCE.value,
+            *(runs[name][1:] for name in SIDES),  # the first run warms up
+            limit=limits[figure.more_is_better],
+            confidence=config.confidence,
         )
         for figure in FIGURES
     ]
-    code, reasons = verdict(equal, compared)
+    code, reasons = verdict(equal, compared, config)
 
     worst = max(differing, key=len)
     print()
     print_differences(worst, equal, num_requests)
     if any(unsteady):
         print(f"The baseline differs from itself in {sum(map(bool, unsteady))} of its rounds.")
-    cases = [case(each) for each in compared]
-    reporting.write_jsonl(out_dir, "differences.jsonl", worst)
-    reporting.report_cases(
+    reporting.write_jsonl(config.out_dir, "differences.jsonl", worst)
+    reporting.report(
         "Candidate over baseline",
-        cases,
-        out_dir,
-        _BASELINE,
-        workload=reporting.flag_values(workload_flags.WORKLOAD),
+        compared,
+        config,
+        workload=options.as_dict(asked) | {"seed": config.seed},
         engines=facts,
         requests=num_requests,
         equal=equal,
@@ -126,16 +122,93 @@ def main() -> None:
         exit_code=code,
         reasons=reasons,
     )
-    plot(compared, out_dir / "compare.png")
+    plot(compared, config.out_dir)
     print(f"{ {PASSES: 'PASSES', FAILS: 'FAILS', UNCLEAR: 'UNCLEAR'}[code] }: {'; '.join(reasons)}")
-    print(f"Results are in {out_dir}")
-    sys.exit(code)
+    return code
 
 
-def verdict(equal: float, compared: list[Compared]) -> tuple[int, list[str]]:
-    """The exit code, and what it is for."""
+# The two sides
+
+
+def parse_side(name: str, config: CompareConfig) -> EngineOptions:
+    """The side's engine options; ValueError says which side has a flag that is wrong."""
+    text: str = getattr(config, name)
+    values = flags.FlagValues()
+    options.define(EngineOptions, values)
+    try:
+        rest = values([name, *shlex.split(config.common), *shlex.split(text)])
+    except (flags.Error, ValueError) as error:
+        raise ValueError(f"--{name}={text!r}: {error}") from None
+    if len(rest) > 1:
+        raise ValueError(f"--{name}={text!r}: unexpected {rest[1]!r}; flags start with --")
+    with naming(name):
+        return options.from_flags(EngineOptions, values)
+
+
+@contextmanager
+def naming(side: str) -> Iterator[None]:
+    """A ValueError in here says which side it is about."""
+    try:
+        yield
+    except ValueError as error:
+        raise ValueError(f"the {side}: {error}") from None
+
+
+@contextmanager
+def engines(sides: Mapping[str, EngineOptions], *, seed: int) -> Iterator[dict[str, Engine]]:
+    """Both engines, with all their steps compiled."""
+    if jax.default_backend() != "cpu" and any(side.num_blocks is None for side in sides.values()):
+        raise ValueError(
+            "both pools are in the device's memory, and the first would take what is free: give "
+            "each side its --num_blocks"
+        )
+    with ExitStack() as stack:
+        built = {}
+        for name, side in sides.items():
+            with naming(name):
+                built[name] = side.make_engine(seed=seed)
+            stack.callback(built[name].close)
+        for engine in built.values():
+            engine.warm_up()
+        yield built
+
+
+def check_fitting(built: Mapping[str, Engine], workload: Workload, params: SamplingParams) -> None:
+    """ValueError if a side can never hold one of the requests."""
+    for name, engine in built.items():
+        with naming(name):
+            require_fitting(engine, workload.requests, params)
+
+
+def serve_in_turn(
+    built: Mapping[str, Engine], workload: Workload, params: SamplingParams, num_rounds: int
+) -> dict[str, list[ServedRun]]:
+    """Each side's runs of the same workload. The first of each warms up: its times mean nothing.
+
+    The side that goes first alternates. No run finds in the prefix cache what an earlier one has
+    left there.
+    """
+    runs: dict[str, list[ServedRun]] = {name: [] for name in SIDES}
+    for number, name in in_turn(BASELINE, CANDIDATE, num_rounds + 1):
+        runs[name].append(
+            serve(
+                built[name],
+                workload.requests,
+                replace(params, cache_salt=f"round {number}"),
+                priorities=workload.priorities,
+                timeout_s=workload.timeout_s,
+            )
+        )
+    return runs
+
+
+# The verdict
+
+
+def verdict(equal: float, compared: list[Compared], config: CompareConfig) -> tuple[int, list[str]]:
+    """The exit code, and the reasons for it."""
     failures = [f"{each.figure} is worse" for each in compared if each.verdict == "worse"]
-    if equal < _MIN_EQUAL.value:
+    if equal < config.min_equal:
         failures.insert(0, f"only {equal:.1%} of the requests have equal outputs")
     if failures:
         return FAILS, failures
@@ -145,59 +218,38 @@ def verdict(equal: float, compared: list[Compared]) -> tuple[int, list[str]]:
     return PASSES, ["outputs are equal enough, and no figure is worse than its limit"]
 
 
-def earliest(found: list[Difference]) -> Difference:
-    """The one that comes at the earliest token; requests that were not served come first."""
-    return min(found, key=lambda each: -1 if each.continuation is None else each.token or 0)
-
-
 def print_differences(found: list[Difference], equal: float, num_requests: int) -> None:
     """How many outputs differ, and the first ones that do."""
     print(f"Outputs are equal for {equal:.1%} of {num_requests} requests.")
     if not found:
         return
-    rows = [list(asdict(each).values()) for each in found[:_NUM_SHOWN]]
+    rows = [list(asdict(each).values()) for each in found[:NUM_SHOWN]]
     columns = ("request", "continuation", "first at token", "baseline", "candidate")
     reporting.print_table(
-        f"{min(len(found), _NUM_SHOWN)} of {len(found)} that differ", columns, rows
+        f"{min(len(found), NUM_SHOWN)} of {len(found)} that differ", columns, rows
     )
 
 
-def case(compared: Compared) -> dict[str, Any]:
-    """A row of the table."""
-    ratio = compared.ratio
-    return {
-        "figure": compared.figure,
-        "baseline": compared.baseline,
-        "candidate": compared.candidate,
-        "ratio": ratio and ratio.mean,
-        "low": ratio and ratio.low,
-        "high": ratio and ratio.high,
-        "limit": compared.limit,
-        "verdict": compared.verdict,
-    }
-
-
-def plot(compared: list[Compared], path: Path) -> None:
+def plot(compared: list[Compared], out_dir: str) -> None:
     """Each ratio with its interval and its limit."""
-    # Imported here, so that --help does not wait for it.
-    import matplotlib.pyplot as plt
+    from experiments.lib import figures  # here, so that --help does not wait for it
 
-    figure, axes = plt.subplots(figsize=(8, 0.5 * len(compared) + 1.5), layout="constrained")
+    figure, panels = figures.panels(size=(8, 0.5 * len(compared) + 1.5))
+    axes = panels[0, 0]
     colors = {"ok": "tab:green", "worse": "tab:red", "unclear": "tab:orange"}
-    for row, each in enumerate(reversed(compared)):
+    for height, each in enumerate(reversed(compared)):
         if each.ratio is None:  # there is no such figure
             continue
-        ratio, color = each.ratio, colors[each.verdict]
-        axes.plot([ratio.low, ratio.high], [row, row], color=color)
-        axes.plot(ratio.mean, row, "o", color=color)
-        axes.plot(each.limit, row, "k|", markersize=14)
+        color = colors[each.verdict]
+        axes.plot([each.low, each.high], [height, height], color=color)
+        axes.plot(each.ratio, height, "o", color=color)
+        axes.plot(each.limit, height, "k|", markersize=14)
     axes.axvline(1, color="0.7", zorder=0)
     axes.set_yticks(range(len(compared)), [each.figure for each in reversed(compared)])
     axes.set_xscale("log")
     axes.set_xlabel("candidate / baseline; bars: its limit")
-    figure.savefig(path, dpi=120)
-    plt.close(figure)
+    figures.save(figure, out_dir, "compare.png")
 
 
 if __name__ == "__main__":
-    reporting.run(main)
+    run(main, CompareConfig, WorkloadOptions)

@@ -1,6 +1,7 @@
 """Serves a workload with a real model over a paged KV cache, and reports what it measured.
 
     python -m experiments.serve
+    python -m experiments.serve --quick
     python -m experiments.serve --workload=azure --trace=conv.csv --arrivals=trace --speedup=10
     python -m experiments.serve --workload=lengths --arrivals=poisson --rate=2 --num_requests=200
     python -m experiments.serve --workload=prompts --prompt="Why is the sky blue?"
@@ -40,80 +41,79 @@ import shlex
 import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, closing, contextmanager, nullcontext
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
-from absl import flags
-
-from experiments.lib import engine_flags, reporting, workload_flags
+from experiments.lib import reporting
 from experiments.lib.driver import require_fitting, serve
-from experiments.lib.engine_flags import engine_facts, make_engine
+from experiments.lib.engine_options import EngineOptions, engine_facts
+from experiments.lib.experiment import run
+from experiments.lib.options import Options, as_dict, option
 from experiments.lib.serving_figures import request_rows, run_figures, step_rows
-from experiments.lib.serving_plots import plot_occupancy, plot_timeline
-from experiments.lib.serving_tables import print_completions, summary, tables
-from experiments.lib.workload_flags import SEED, WORKLOAD, lengths, make_workload
+from experiments.lib.serving_report import (
+    plot_occupancy,
+    plot_timeline,
+    print_completions,
+    summary,
+    tables,
+)
+from experiments.lib.workload_options import WorkloadOptions
 from paged_jax import Engine
 from paged_jax.observability.chrome_trace import ChromeTrace
-from paged_jax.observability.iteration_log import IterationLog
-from paged_jax.observability.observer import watch
+from paged_jax.observability.observer import IterationLog, watch
 from paged_jax.observability.profiler import iteration_mark, profile
 from paged_jax.observability.prometheus import start_metrics_server
 
-engine_flags.define(flags.FLAGS)
-for _module in (engine_flags, workload_flags):
-    flags.adopt_module_key_flags(_module)
 
-_WARM_UP = flags.DEFINE_enum(
-    "warm_up",
-    "background",
-    ["background", "before"],
-    "Compile the steps while serving, those that are needed first; or all of them before, for "
-    "figures that no compilation disturbs.",
-)
-
-# What is seen of it
-_METRICS_PORT = flags.DEFINE_integer(
-    "metrics_port",
-    None,
-    "Serve Prometheus metrics at this port of 127.0.0.1 while it runs; 0: a free one.",
-    lower_bound=0,
-    upper_bound=65535,
-)
-_CHROME_TRACE = flags.DEFINE_bool("chrome_trace", False, "Write a timeline, trace.json.")
-_ITERATION_LOG = flags.DEFINE_bool("iteration_log", False, "Write iterations.jsonl as it runs.")
-_PROFILE = flags.DEFINE_bool("profile", False, "Take a profile with jax.profiler.")
-_OUT_DIR = flags.DEFINE_string("out_dir", "out/serve", "Folder for the results.")
-_SHOW = flags.DEFINE_integer("show", 3, "How many completions are printed.", lower_bound=0)
+@dataclass(frozen=True, kw_only=True)
+class ServeConfig(Options):
+    warm_up: Literal["background", "before"] = option(
+        "background",
+        "The steps are compiled while serving, first those that are needed first (background); or "
+        "all of them before, for figures that no compilation disturbs.",
+    )
+    metrics_port: int | None = option(
+        None,
+        "Prometheus metrics are served at this port of 127.0.0.1 while the experiment runs; 0: at "
+        "a free one.",
+        least=0,
+        most=65535,
+    )
+    chrome_trace: bool = option(False, "Write a timeline, trace.json.")
+    iteration_log: bool = option(False, "Write iterations.jsonl while the experiment runs.")
+    profile: bool = option(False, "Take a profile with jax.profiler.")
+    show: int = option(3, "This many completions are printed.", least=0)
 
 
-def main() -> None:
-    out_dir = reporting.make_out_dir(_OUT_DIR.value)
-    params = workload_flags.sampling_params()
-    asked_lengths = lengths()
-    engine = make_engine(flags.FLAGS, seed=SEED.value)
+def main(config: ServeConfig, asked: WorkloadOptions, answering: EngineOptions) -> None:
+    out_dir = Path(config.out_dir)
+    params = asked.sampling_params()
+    engine = answering.make_engine(seed=config.seed)
     try:
-        workload = make_workload(engine, asked_lengths)
+        workload = asked.make_workload(engine, seed=config.seed)
         require_fitting(engine, workload.requests, params)
         for note in workload.notes:
             print(note)
-        if _WARM_UP.value == "before":
+        if config.warm_up == "before":
             engine.warm_up()
-        with observed(engine, out_dir):
-            run = serve(
+        with observed(engine, config):
+            served = serve(
                 engine,
                 workload.requests,
                 params,
                 priorities=workload.priorities,
                 timeout_s=workload.timeout_s,
-                mark=iteration_mark if _PROFILE.value else nullcontext,
+                mark=iteration_mark if config.profile else nullcontext,
             )
         engine.warm_up()  # what is still to come, so that the next start finds it on disk
     finally:
         engine.close()  # or an error would wait for steps that nobody needs
 
     environment = reporting.environment()
-    figures = run_figures(run, engine, _STARTED_S)
+    figures = run_figures(served, engine, _STARTED_S)
     results = {
-        "flags": all_flags(),
+        "flags": as_dict(config, asked, answering),
         "environment": environment,
         "engine": engine_facts(engine),
         "notes": workload.notes,
@@ -121,52 +121,43 @@ def main() -> None:
         "metrics": {name: n for name, n in engine.metrics().items() if "_bucket{" not in name},
     }
     title = (
-        f"{engine.config.name}: {len(workload.requests)} requests ({WORKLOAD.value}) on "
+        f"{engine.config.name}: {len(workload.requests)} requests ({asked.workload}) on "
         f"{environment['device_kind']}"
     )
     parts = tables(figures)
     command = f"python -m experiments.serve {shlex.join(sys.argv[1:])}".strip()
     reporting.write_json(out_dir, "results.json", results)
-    reporting.write_jsonl(out_dir, "requests.jsonl", request_rows(run))
-    reporting.write_jsonl(out_dir, "steps.jsonl", step_rows(run))
+    reporting.write_jsonl(out_dir, "requests.jsonl", request_rows(served))
+    reporting.write_jsonl(out_dir, "steps.jsonl", step_rows(served))
     (out_dir / "summary.md").write_text(summary(title, command, workload.notes, parts))
-    plot_timeline(run, out_dir / "timeline.png", title)
-    plot_occupancy(run, engine, out_dir / "occupancy.png", title)
+    plot_timeline(served, out_dir, title)
+    plot_occupancy(served, engine, out_dir, title)
 
     print()
-    print_completions(run, _SHOW.value)
+    print_completions(served, config.show)
     print(title)
     for name, columns, rows in parts:
         reporting.print_table(name, columns, rows)
-    print(f"Results are in {out_dir}")
 
 
 @contextmanager
-def observed(engine: Engine, out_dir: Path) -> Iterator[None]:
-    """What the flags want to see of the engine is written or served while this runs."""
+def observed(engine: Engine, config: ServeConfig) -> Iterator[None]:
+    """What the options want to see of the engine is written or served while this runs."""
+    out_dir = Path(config.out_dir)
     with ExitStack() as stack:
-        if _METRICS_PORT.value is not None:
-            server = start_metrics_server(engine, _METRICS_PORT.value)
+        if config.metrics_port is not None:
+            server = start_metrics_server(engine, config.metrics_port)
             stack.enter_context(closing(server))
             print(f"Metrics are at http://127.0.0.1:{server.port}/metrics", flush=True)
-        if _ITERATION_LOG.value:
+        if config.iteration_log:
             stack.enter_context(watch(engine.core, IterationLog(out_dir / "iterations.jsonl")))
-        if _CHROME_TRACE.value:
+        if config.chrome_trace:
             trace = ChromeTrace(out_dir / "trace.json", engine.core)
             stack.enter_context(watch(engine.core, trace))
-        if _PROFILE.value:
+        if config.profile:
             stack.enter_context(profile(out_dir / "profile"))
         yield
 
 
-def all_flags() -> dict[str, object]:
-    """Every flag of this experiment, as it was given or by default."""
-    return {
-        name: value
-        for flag in (WORKLOAD, _OUT_DIR)
-        for name, value in reporting.flag_values(flag).items()
-    } | {name: flags.FLAGS[name].value for name in engine_flags.ENGINE_FLAGS}
-
-
 if __name__ == "__main__":
-    reporting.run(main)
+    run(main, ServeConfig, WorkloadOptions, EngineOptions)

@@ -27,9 +27,9 @@ def option(
 ) -> Any:
     """A field of `EngineConfig`.
 
-    text: what the option does, in sentences.
+    text: its help text, in sentences.
     least, above, below: bounds of a number.
-    on_cpu, on_gpu: what ``default`` stands for, where that depends on the device.
+    on_cpu, on_gpu: the value that `default` stands for, where it depends on the device.
     """
     return dataclasses.field(
         default=default,
@@ -176,7 +176,7 @@ class EngineConfig:
 
     @classmethod
     def of(cls, options: Mapping[str, Any]) -> Self:
-        """The options by name; TypeError, with the nearest name, for an unknown one."""
+        """The options by name; TypeError, with the nearest name, for an unknown name."""
         names = [field.name for field in dataclasses.fields(cls)]
         for name in options:
             if name not in names:
@@ -220,7 +220,7 @@ class EngineConfig:
             )
 
     def resolved(self, platform: str, *, model_name: str, max_position_embeddings: int) -> Self:
-        """With the defaults of JAX's ``platform`` and of the model in the place of None and "auto".
+        """The options with None and "auto" replaced by defaults of JAX's `platform` and the model.
 
         ValueError for sequences longer than the model was made for.
         """

@@ -1,4 +1,4 @@
-"""What the engine gives back for a request."""
+"""Outputs: what the engine gives back for a request."""
 
 from dataclasses import dataclass, field
 from typing import Literal
@@ -19,10 +19,10 @@ class TokenLogprobs:
 class CompletionOutput:
     """One continuation of the prompt, complete or so far.
 
-    ``text`` ends before a stop string or stop token, unless ``include_stop_str_in_output``;
-    ``token_ids`` holds all that was generated. ``stop_reason`` is the stop token or string that
-    ended it, None for EOS. Of a beam search, ``cumulative_logprob`` divided by length to the power
-    of the length penalty is the ``score``.
+    `text` ends before a stop string or stop token, unless `include_stop_str_in_output`;
+    `token_ids` holds all generated tokens. `stop_reason` is the stop token or string that ended
+    it, None for EOS. In a beam search `score` is `cumulative_logprob` divided by the length to the
+    power of the length penalty.
     """
 
     index: int
@@ -31,8 +31,7 @@ class CompletionOutput:
     finish_reason: FinishReason | None  # None while it runs
     stop_reason: int | str | None
     logprobs: list[TokenLogprobs] | None  # one for each token, where asked for
-    # Of all that was generated; None where neither the caller nor a ranking needs it.
-    cumulative_logprob: float | None = None
+    cumulative_logprob: float | None = None  # of all tokens; None where nothing needs it
     score: float | None = None  # by which beams are ordered
 
 
@@ -42,7 +41,7 @@ class RequestMetrics:
 
     arrival_s: float
     first_scheduled_s: float | None
-    token_times_s: list[list[float]]  # of each sequence that ran, or of the beams together
+    token_times_s: list[list[float]]  # by sequence; one list for all beams of a search
     num_preemptions: int
 
     @property
@@ -56,14 +55,13 @@ class RequestMetrics:
 
 @dataclass(frozen=True, slots=True)
 class RequestOutput:
-    """A request's continuations: ``n`` of them, best first where they were ranked.
+    """A request's continuations: `n` of them, best first where they were ranked.
 
-    ``num_cached_tokens`` of the prompt were in the prefix cache when the request was admitted.
-    ``prompt_logprobs``, where asked for, has an entry for each token of the prompt: None for the
-    first, then its log-probability after those before it. ``error`` says why a request has failed;
-    what it had by then is in ``outputs``. ``finish_reason`` is that of the whole request: if any of
-    its continuations was cut short ("abort", "timeout", "error"), then this, otherwise that of the
-    first.
+    `num_cached_tokens` of the prompt were in the prefix cache when the request was admitted.
+    `prompt_logprobs`, where asked for, has an entry for each token of the prompt: None for the
+    first, then its log-probability after the tokens before it. `error` says why a request has
+    failed; `outputs` has what it generated until then. `finish_reason` is "abort", "timeout" or
+    "error" if any of its continuations was cut short so, otherwise the reason of the first.
     """
 
     request_id: str

@@ -1,4 +1,4 @@
-"""What a caller asks of a request's sampling; names and meanings follow vLLM's."""
+"""Sampling parameters of a request; names and meanings follow vLLM's."""
 
 import math
 from collections.abc import Sequence
@@ -18,17 +18,17 @@ class SamplingParams:
 
     `top_k` 0 or -1, `top_p` 1 and `min_p` 0 are off; temperature 0 is greedy. `stop` may be one
     string or several. `min_tokens` tokens are generated before a stop token, EOS or a stop string
-    may end the sequence. `logprobs` asks for the log-probabilities of the sampled token and of
-    that many most likely ones; `prompt_logprobs` for the same of the prompt's tokens, all of which
-    are computed for it, whatever the prefix cache holds.
+    may end the sequence. `logprobs` asks for the log-probabilities of each sampled token and of
+    that many most likely tokens; `prompt_logprobs` for the same of the prompt's tokens, all of
+    which are then computed, whatever the prefix cache holds.
 
-    `best_of` sequences are sampled and the `n` with the highest cumulative log-probability
-    returned, best first; None: `n`. `beam_width` searches for the likeliest continuations instead
-    of sampling, as Hugging Face's `generate` does with `num_beams`: `n` of at most `beam_width`
-    hypotheses are returned, ordered by their log-probability divided by length to the power of
-    `length_penalty`; `early_stopping` True stops at `beam_width` finished ones, False when no
-    better one is likely, "never" when none is possible. Only requests with equal `cache_salt`
-    share the prefix cache.
+    `best_of` sequences are sampled (None: `n`), and the `n` with the highest cumulative
+    log-probability are returned, best first. `beam_width` searches for the likeliest continuations
+    instead of sampling, as Hugging Face's `generate` does with `num_beams`: `n` of at most
+    `beam_width` hypotheses are returned, ordered by their log-probability divided by length to the
+    power of `length_penalty`. `early_stopping` True stops at `beam_width` finished hypotheses,
+    False when no better one is likely, "never" when none is possible. Only requests with equal
+    `cache_salt` share the prefix cache.
     """
 
     n: int = 1
@@ -91,7 +91,7 @@ class SamplingParams:
 
     def _check_beams(self) -> None:
         self._float("length_penalty", low=-math.inf)
-        # 1 equals True, but is not what the search looks for.
+        # 1 equals True, but the search looks for True itself.
         if not isinstance(self.early_stopping, bool) and self.early_stopping != "never":
             raise ValueError(
                 f'early_stopping must be True, False or "never", got {self.early_stopping!r}'
@@ -104,7 +104,7 @@ class SamplingParams:
         self._int("beam_width", low=1, high=MAX_BEAM_WIDTH)
         if self.n > self.beam_width:
             raise ValueError(f"n {self.n} is greater than beam_width {self.beam_width}")
-        # What would change the scores of beams, or end one by its text.
+        # Parameters that would change the scores of beams, or end a beam by its text.
         unsupported = {
             "best_of": self.best_of is not None,
             "temperature": self.temperature not in (0.0, 1.0),
@@ -127,7 +127,7 @@ class SamplingParams:
 
     @property
     def num_sequences(self) -> int:
-        """Sequences that run for the request at most at a time."""
+        """The most sequences that run for the request at a time."""
         return self.beam_width or self.best_of or self.n
 
     @property

@@ -64,10 +64,9 @@ is_installed() {
 }
 
 # Makes $venv hold the project with the extras $1 (comma-separated, may be empty), and uses it.
-# With a version of JAX as $2, it is an environment of its own that has this version.
+# With a version of JAX as $2, it has this one.
 ensure_environment() {
   local extras=$1 jax=${2:-} project stamp
-  [ -z "$jax" ] || venv="$root/.venv-jax-$jax"
   project=$( (cat "$root/pyproject.toml" && printf '%s' "$root") | cksum | tr ' ' '-')
   stamp="$venv/.installed-$project-$extras"
   if ! is_installed "$stamp"; then

@@ -45,8 +45,8 @@ from paged_jax.steps.attention import causal_attention
 
 @dataclass(frozen=True, kw_only=True)
 class Config(Options):
-    out_dir: str = option("out/tiny_lm", "Folder for the model and its curve.")
     steps: int = option(400, "The optimiser takes so many steps.", quick=40, least=10)
+    out_dir: str = option("out/tiny_lm", "Folder for the model and its curve.")
 
 
 BOS, EOS, PAD = 256, 257, 258
@@ -83,10 +83,10 @@ PHASES = ((256, 0.78), (512, 0.2), (1024, 0.02))
 PEAK_LEARNING_RATE = 0.02
 WARMUP_STEPS = 50
 WEIGHT_DECAY = 0.05
-LAST_CHARACTER = 0x600  # the names of the characters before it are learnt
+LAST_CHARACTER = 0x600  # of those whose names are learnt
 VALIDATION_SHARE = 0.05
 VALIDATION_LENGTH = 512
-NUM_POINTS = 10  # points of the curve
+NUM_POINTS = 10  # of the curve
 
 
 @dataclass(frozen=True)
@@ -101,19 +101,20 @@ class Point:
 
 
 def main(config: Config) -> None:
-    architecture = ModelConfig.from_hf(HF_CONFIG)
+    out_dir = Path(config.out_dir)
+    model = ModelConfig.from_hf(HF_CONFIG)
     documents = collect_documents(config.seed)
     num_held_out = round(len(documents) * VALIDATION_SHARE)
     validation, training = encode(documents[:num_held_out]), encode(documents[num_held_out:])
     print(
-        f"{num_parameters(architecture):,} parameters; {len(documents):,} documents, "
+        f"{num_parameters(model):,} parameters; {len(documents):,} documents, "
         f"{len(training):,} tokens to learn from, {len(validation):,} held out"
     )
-    params, curve = train(config, architecture, training, validation)
+    params, curve = train(model, training, validation, num_steps=config.steps, seed=config.seed)
 
-    write_model(Path(config.out_dir), params)
-    reloaded = nest(load_model(config.out_dir).weights)
-    final_loss = float(evaluate(architecture, reloaded, windows(validation)))
+    write_model(out_dir, model, params)
+    reloaded = nest(load_model(str(out_dir)).weights)
+    final_loss = float(evaluate(model, reloaded, windows(validation)))
     report(config, documents, curve, final_loss)
 
 
@@ -185,10 +186,8 @@ evaluate = jax.jit(mean_loss, static_argnums=0)
 
 
 def train(
-    config: Config, architecture: ModelConfig, training: np.ndarray, validation: np.ndarray
+    config: ModelConfig, training: np.ndarray, validation: np.ndarray, *, num_steps: int, seed: int
 ) -> tuple[Params, list[Point]]:
-    """The trained parameters, and the points of the curve."""
-    num_steps = config.steps
     schedule = optax.warmup_cosine_decay_schedule(
         init_value=0.0,
         peak_value=PEAK_LEARNING_RATE,
@@ -200,18 +199,18 @@ def train(
 
     @partial(jax.jit, donate_argnums=(0, 1))
     def update(params: Params, state: Any, tokens: Array) -> tuple[Params, Any, Array]:
-        loss, gradients = jax.value_and_grad(partial(mean_loss, architecture))(params, tokens)
+        loss, gradients = jax.value_and_grad(partial(mean_loss, config))(params, tokens)
         updates, state = optimizer.update(gradients, state, params)
         return optax.apply_updates(params, updates), state, loss
 
-    params = init_params(architecture, config.seed)
+    params = init_params(config, seed)
     state = optimizer.init(params)
     held_out = windows(validation)
     point_steps = set(np.linspace(0, num_steps, NUM_POINTS + 1).round().astype(int)[1:])
     curve: list[Point] = []
     losses: list[float] = []  # since the last point
     start = time.perf_counter()
-    progress = tqdm(batches(training, num_steps, config.seed), total=num_steps, unit="step")
+    progress = tqdm(batches(training, num_steps, seed), total=num_steps, unit="step")
     for step, tokens in enumerate(progress, 1):
         params, state, loss = update(params, state, tokens)
         losses.append(float(loss))
@@ -222,7 +221,7 @@ def train(
                     step=step,
                     length=tokens.shape[1] - 1,
                     train_loss=float(np.mean(losses)),
-                    validation_loss=float(evaluate(architecture, params, held_out)),
+                    validation_loss=float(evaluate(config, params, held_out)),
                     seconds=time.perf_counter() - start,
                 )
             )
@@ -230,9 +229,7 @@ def train(
     return params, curve
 
 
-def write_model(out_dir: Path, params: Params) -> None:
-    """Write a Hugging Face directory: configs, weights and tokenizer."""
-    config = ModelConfig.from_hf(HF_CONFIG)
+def write_model(out_dir: Path, config: ModelConfig, params: Params) -> None:
     (out_dir / "config.json").write_text(json.dumps(HF_CONFIG, indent=2) + "\n")
     (out_dir / "generation_config.json").write_text(json.dumps(GENERATION_CONFIG, indent=2) + "\n")
     write_hf_weights(out_dir, config, flatten(params), HF_CONFIG["dtype"])
@@ -242,7 +239,6 @@ def write_model(out_dir: Path, params: Params) -> None:
 
 
 def report(config: Config, documents: list[str], curve: list[Point], final_loss: float) -> None:
-    """Print the curve, and write training.json and loss.png."""
     columns = ("step", "length", "training loss", "validation loss", "seconds")
     rows = [tuple(asdict(point).values()) for point in curve]
     reporting.print_table("Loss in nats per byte", columns, rows)
@@ -260,13 +256,21 @@ def report(config: Config, documents: list[str], curve: list[Point], final_loss:
             "curve": curve,
         },
     )
-    figure, [[axes]] = figures.panels(size=(6, 3.6))
-    training = [(point.step, point.train_loss) for point in curve]
-    held_out = [(point.step, point.validation_loss) for point in curve]
-    figures.lines(axes, {"training": training, "held out": held_out})
-    axes.set(xlabel="step", ylabel="loss (nats per byte)", ylim=(0, None))
+    plot(config.out_dir, curve)
+
+
+def plot(out_dir: str, curve: list[Point]) -> None:
+    figure, panels = figures.panels(size=(6, 3.6))
+    axes = panels[0, 0]
+    steps = [point.step for point in curve]
+    axes.plot(steps, [point.train_loss for point in curve], marker="o", label="training")
+    axes.plot(steps, [point.validation_loss for point in curve], marker="s", label="held out")
+    axes.set_xlabel("step")
+    axes.set_ylabel("loss (nats per byte)")
+    axes.set_ylim(bottom=0)
+    axes.grid(alpha=0.3)
     axes.legend()
-    figures.save(figure, config.out_dir, "loss.png")
+    figures.save(figure, out_dir, "loss.png")
 
 
 if __name__ == "__main__":

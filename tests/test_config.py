@@ -10,10 +10,11 @@ import numpy as np
 import pytest
 from absl import flags
 
-from experiments.lib import engine_flags
+from experiments.lib import options
+from experiments.lib.engine_options import EngineOptions
 from paged_jax import Engine
 from paged_jax.config import EngineConfig
-from paged_jax.simulation.system import SystemConfig
+from paged_jax.simulation.run import SystemConfig
 
 FIELDS = {field.name: field for field in dataclasses.fields(EngineConfig)}
 MODEL = {"model_name": "any", "max_position_embeddings": 1024}
@@ -44,11 +45,12 @@ def test_every_option_has_a_text_in_sentences():
 
 def test_flags_have_the_defaults_of_the_options():
     values = flags.FlagValues()
-    engine_flags.define(values)
+    names = options.define(EngineOptions, values)
     values(["program"])
-    given = {name: values[name].value for name in engine_flags.ENGINE_FLAGS if name != "model"}
+    given = {name: values[name].value for name in names if name != "model"}
     assert given.keys() == FIELDS.keys() - {"seed", "warm_up"}
     assert EngineConfig.of(given) == EngineConfig()
+    assert options.from_flags(EngineOptions, values) == EngineOptions()
 
 
 @pytest.mark.parametrize(
@@ -56,7 +58,7 @@ def test_flags_have_the_defaults_of_the_options():
 )
 def test_a_flag_refuses_what_its_option_refuses(wrong):
     values = flags.FlagValues()
-    engine_flags.define(values)
+    options.define(EngineOptions, values)
     with pytest.raises(flags.Error):
         values(["program", wrong])
 

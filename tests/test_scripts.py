@@ -15,7 +15,7 @@ ROOT = Path(__file__).resolve().parent.parent
 TOOLS = ("ruff", "mypy", "lint-imports", "pytest")
 # What the scripts may call, so that no Python of this machine is found by chance.
 SYSTEM = ("bash", "cat", "chmod", "cksum", "cp", "dirname", "env", "find", "grep", "mkdir", "mv")
-SYSTEM += ("rm", "sed", "sort", "touch", "tr", "uname")
+SYSTEM += ("mktemp", "rm", "sed", "sort", "touch", "tr", "uname")
 
 # Logs each call; makes virtual environments whose python and tools are stand-ins, too.
 STUB = """\
@@ -34,6 +34,14 @@ echo "$name $*" >>"$STUB_LOG"
 case "$name $*" in ${STUB_FAIL:-}) exit 7 ;; esac
 """
 
+# Logs where it clones to.
+GIT = """\
+#!/usr/bin/env bash
+cp -R "$3" "$4"
+echo "git $1 $2 $3 CLONE" >>"$STUB_LOG"
+echo "$4" >"$STUB_LOG.clone"
+"""
+
 OLD = '#!/usr/bin/env bash\necho "is Python 3.9"\nexit 1\n'
 
 
@@ -42,9 +50,9 @@ class Checkout:
         self.root = folder / "the checkout"
         self.bin = folder / "bin"
         self.log = folder / "log"
-        (self.root / ".ci").mkdir(parents=True)
+        self.temporary = folder / "tmp"
         shutil.copytree(ROOT / "scripts", self.root / "scripts")
-        shutil.copy(ROOT / ".ci/run", self.root / ".ci/run")
+        shutil.copytree(ROOT / ".ci", self.root / ".ci")
         shutil.copy(ROOT / "pyproject.toml", self.root)
         self.bin.mkdir()
         for name in SYSTEM:
@@ -64,7 +72,12 @@ class Checkout:
         return subprocess.run(
             ["bash", self.root / script, *arguments],
             cwd=self.bin.parent,
-            env={"PATH": str(self.bin), "STUB_LOG": str(self.log), **env},
+            env={
+                "PATH": str(self.bin),
+                "STUB_LOG": str(self.log),
+                "TMPDIR": str(self.temporary),
+                **env,
+            },
             capture_output=True,
             text=True,
             timeout=60,
@@ -73,7 +86,12 @@ class Checkout:
 
     @property
     def calls(self) -> list[str]:
-        return self.log.read_text().replace(str(self.root), "ROOT").splitlines()
+        calls = self.log.read_text().replace(str(self.root), "ROOT")
+        where = self.log.with_suffix(".clone")
+        if where.exists():
+            clone = Path(where.read_text().strip())
+            calls = calls.replace(str(clone), "CLONE").replace(str(clone.parent), "FOLDER")
+        return calls.splitlines()
 
     @property
     def made_venv(self) -> bool:
@@ -289,28 +307,90 @@ def test_checks_stop_at_the_first_failure_with_its_code(ready, fail, ran):
     assert tool_calls(ready) == CHECKS[:ran]
 
 
-KERNEL_TESTS = "pytest -n 2 tests/kernels"
+PYTEST = CHECKS[-1]
+SLOW_TESTS = f"{PYTEST} -m slow"
+OLDEST_TESTS = [f"{PYTEST} -m  tests/kernels", f"{PYTEST} tests/test_readmes.py"]
+AOT_TESTS = f"{PYTEST} tests/kernels tests/test_readmes.py"
 
 
-def test_ci_tests_kernels_with_the_oldest_jax_and_all_with_the_newest(ready):
-    result = ready.run(".ci/run")
+@pytest.fixture
+def ci(ready: Checkout) -> Checkout:
+    """A checkout with a Git that clones it."""
+    ready.command("git", GIT)
+    ready.temporary.mkdir()
+    return ready
+
+
+def test_ci_begins_with_the_commands_of_the_readme_in_a_clean_clone(ci):
+    result = ci.run(".ci/run")
     assert result.returncode == 0, result.stderr
-    assert ready.installs == [
-        f"--editable ROOT[test,aot] jax=={OLDEST_JAX}",
+    assert [call.strip() for call in ci.calls][:12] == [
+        "git clone --quiet ROOT CLONE",
+        "python -m venv --clear CLONE/.venv",
+        "python -m pip install --editable CLONE",
+        f"python -m pip install {DATA}",
+        "python -P -m experiments.serve",
+        "python -m pip install --editable CLONE[test]",
+        f"python -m pip install {DATA}",
+        *CHECKS,
+    ]
+
+
+def test_ci_goes_on_with_slow_tests_the_oldest_jax_and_compiled_kernels(ci):
+    result = ci.run(".ci/run")
+    assert result.returncode == 0, result.stderr
+    assert tool_calls(ci)[5:] == [SLOW_TESTS, *OLDEST_TESTS, AOT_TESTS]
+    venvs = [call.split()[-1] for call in ci.calls if "-m venv" in call]
+    assert venvs == ["CLONE/.venv", "CLONE/.venv-oldest", "CLONE/.venv-aot"]
+    assert ci.installs[-4:] == [
+        f"--editable CLONE[test,aot] jax=={OLDEST_JAX}",
         DATA,
-        "--editable ROOT[test,aot]",
+        "--editable CLONE[test,aot]",
         DATA,
     ]
-    assert tool_calls(ready) == [KERNEL_TESTS, *CHECKS]
-    assert ready.calls.count("python --version") == 2
-    venvs = [call.split()[-1] for call in ready.calls if "-m venv" in call]
-    assert venvs == [f"ROOT/.venv-jax-{OLDEST_JAX}", "ROOT/.venv"]
+    assert ci.calls.count("python --version") == 3
+    assert ci.calls.index("python -m experiments.reproduce --quick") > 0
+    assert ci.calls[-1].startswith("python .ci/never_run.py FOLDER/reports/")
 
 
-def test_ci_stops_when_the_kernels_fail_with_the_oldest_jax(ready):
-    result = ready.run(".ci/run", STUB_FAIL=KERNEL_TESTS)
+@pytest.mark.parametrize(
+    ("fail", "ran"),
+    [
+        ("python -P -m experiments.serve*", []),
+        (PYTEST, CHECKS),
+        (SLOW_TESTS, [*CHECKS, SLOW_TESTS]),
+        (OLDEST_TESTS[0], [*CHECKS, SLOW_TESTS, OLDEST_TESTS[0]]),
+    ],
+)
+def test_ci_stops_at_the_first_failure_and_leaves_no_clone(ci, fail, ran):
+    result = ci.run(".ci/run", STUB_FAIL=fail)
     assert result.returncode == 7
-    assert tool_calls(ready) == [KERNEL_TESTS]
+    assert tool_calls(ci) == ran
+    assert not list(ci.temporary.iterdir())
+
+
+def test_a_test_that_is_skipped_in_every_report_is_named(tmp_path):
+    def report(name: str, *cases: str) -> Path:
+        path = tmp_path / name
+        path.write_text(f"<testsuites><testsuite>{''.join(cases)}</testsuite></testsuites>")
+        return path
+
+    def case(name: str, inner: str = "") -> str:
+        return f'<testcase classname="tests.test_x" name="{name}">{inner}</testcase>'
+
+    skipped = '<skipped message="needs a compiler" />'
+    one = report("1.xml", case("a"), case("b", skipped), case("c", skipped))
+    two = report("2.xml", case("a", skipped), case("b"), case("c", skipped))
+    other = report("3.xml", case("test_the_published_trace", skipped))
+
+    def never_run(*reports: Path) -> subprocess.CompletedProcess[str]:
+        command = [sys.executable, ROOT / ".ci/never_run.py", *reports]
+        return subprocess.run(command, capture_output=True, text=True, check=False)
+
+    done = never_run(one, two, other)
+    assert done.returncode == 1
+    assert done.stderr.splitlines()[1:] == ["  tests.test_x::c: needs a compiler"]
+    assert never_run(one, report("4.xml", case("c")), two).returncode == 0
 
 
 def test_the_scripts_are_executable():

@@ -15,19 +15,23 @@ ratio.png.
 """
 
 import time
-from collections.abc import Callable
-from functools import partial
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cache, partial
+from itertools import product
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import matplotlib.pyplot as plt
 import numpy as np
-from absl import flags
 from jax import Array
-from tqdm import tqdm
 
-from experiments.lib import reporting
+from experiments.lib import figures
+from experiments.lib.claims import Claim
+from experiments.lib.experiment import grid, run
+from experiments.lib.options import Options, option
+from experiments.lib.reporting import report
 from paged_jax.config import EngineConfig
 from paged_jax.engine.build import AttentionChoice, choose_attention
 from paged_jax.executor.buckets import MIN_PREFILL_TOKENS
@@ -40,22 +44,25 @@ from paged_jax.steps.kv_cache import LayerCache, PagedKVCache
 from paged_jax.steps.model_steps import NUM_LOGPROBS, decode_step
 from paged_jax.steps.sampling import Sampled, SamplingBatch, sample
 
-_MODEL = flags.DEFINE_string("model", "smollm2", "A model's name or path.")
-_DTYPE = flags.DEFINE_string("dtype", "float32", "Of weights and cache.")
-_ATTENTION = flags.DEFINE_string("attention", "auto", "The paged attention to time.")
-_BATCH = flags.DEFINE_list("batch", ["1", "8", "32"], "Batch sizes.")
-_CONTEXT = flags.DEFINE_list("context", ["64", "512"], "Context lengths, in tokens.")
-_BLOCK_SIZE = flags.DEFINE_list("block_size", ["16"], "Block sizes, in tokens.")
-_TABLE_TOKENS = flags.DEFINE_list(
-    "table_tokens", ["0"], "Widths of the block table, in tokens; 0: as wide as the context."
-)
-_ROUNDS = flags.DEFINE_integer("rounds", 10, "Timed steps of each kind and case.", lower_bound=1)
-_SEED = flags.DEFINE_integer("seed", 0, "Of tokens and of the order of the blocks.", lower_bound=0)
-_OUT_DIR = flags.DEFINE_string("out_dir", "out/decode_step", "Where the results go.")
+
+@dataclass(frozen=True, kw_only=True)
+class Config(Options):
+    model: str = option("smollm2", "The model's name or path.")
+    dtype: str = option("float32", "Weights and cache have this dtype.")
+    attention: str = option("auto", "This implementation of paged attention is timed.")
+    batch: tuple[int, ...] = option((1, 8, 32), "Batch sizes.", quick=(8,), least=1)
+    context: tuple[int, ...] = option(
+        (64, 512), "Context lengths, in tokens.", quick=(64,), least=1
+    )
+    block_size: tuple[int, ...] = option((16,), "Block sizes, in tokens.", least=1)
+    table_tokens: tuple[int, ...] = option(
+        (0,), "Widths of the block table, in tokens. With 0 it is as wide as the context.", least=0
+    )
+    rounds: int = option(10, "Each step of a case is timed so often.", least=1)
 
 
 class Shape(NamedTuple):
-    """What a case runs; lengths in tokens."""
+    """A case's sizes; lengths in tokens."""
 
     batch: int
     context: int
@@ -78,7 +85,7 @@ class Case(NamedTuple):
 
 
 class ContiguousIndex(NamedTuple):
-    """What a layer of the contiguous step needs to know."""
+    """The places of each row's new token and the end of its context."""
 
     positions: Array  # i32[B]
     context_lens: Array  # i32[B]
@@ -130,37 +137,49 @@ class Stepper:
         self._step, self._cache = step, cache
 
     def seconds(self) -> float:
-        """Run once; wall time until the tokens are there."""
+        """Wall time of one step, until its tokens are on the host."""
         start = time.perf_counter()
         self._cache, sampled = self._step(self._cache)
         np.asarray(sampled.tokens)
         return time.perf_counter() - start
 
 
-def attention_of(config: ModelConfig, shape: Shape) -> AttentionChoice:
-    """The paged attention that the flags ask for; ValueError where it refuses."""
+@cache
+def load(config: Config) -> tuple[ModelConfig, Params]:
+    """The model; ValueError for one that the contiguous step cannot run."""
+    model = load_model(config.model, config.dtype)
+    if model.config.sliding_window is not None:
+        raise ValueError(
+            f"{model.config.name} has a sliding window, which the contiguous step leaves out; "
+            "choose a model without"
+        )
+    return model.config, nest({name: jax.device_put(x) for name, x in model.weights.items()})
+
+
+def attention_of(shape: Shape, config: Config) -> AttentionChoice:
+    """The paged attention that the options ask for; ValueError where it refuses."""
     options = EngineConfig(
-        dtype=_DTYPE.value,
+        dtype=config.dtype,
         block_size=shape.block_size,
         max_num_seqs=shape.batch,
         max_num_batched_tokens=max(MIN_PREFILL_TOKENS, shape.batch),
         max_model_len=shape.table_tokens,
         max_prefill_seqs=1,
-        attention=_ATTENTION.value,
+        attention=config.attention,
         prefill_attention="xla",  # not run
     )
-    return choose_attention(config, options)
+    return choose_attention(load(config)[0], options)
 
 
-def make_steppers(
-    config: ModelConfig, params: Params, shape: Shape, choice: AttentionChoice
-) -> tuple[Stepper, Stepper]:
+def make_steppers(shape: Shape, config: Config) -> tuple[Stepper, Stepper]:
     """(contiguous, paged) steps over random caches of ``batch`` rows of ``context`` tokens."""
     batch, context, block_size, table = shape
-    rng = np.random.default_rng(_SEED.value)
+    model, params = load(config)
+    choice = attention_of(shape, config)
+    rng = np.random.default_rng(config.seed)
     blocks_per_row = -(-context // block_size)
     num_blocks = batch * blocks_per_row + 1
-    tokens = rng.integers(config.vocab_size, size=batch, dtype=np.int32)
+    tokens = rng.integers(model.vocab_size, size=batch, dtype=np.int32)
     context_lens = np.full(batch, context, np.int32)
     tables = np.zeros((batch, max(blocks_per_row, -(-table // block_size))), np.int32)
     tables[:, :blocks_per_row] = 1 + rng.permutation(num_blocks - 1).reshape(batch, -1)
@@ -169,118 +188,97 @@ def make_steppers(
 
     def random_cache(rows: int, row_tokens: int, head_size: int) -> PagedKVCache:
         empty = kv_cache.create(
-            num_layers=config.num_layers,
+            num_layers=model.num_layers,
             num_blocks=rows,
-            num_kv_heads=config.num_kv_heads,
+            num_kv_heads=model.num_kv_heads,
             block_size=row_tokens,
             head_dim=head_size,
-            dtype=_DTYPE.value,
+            dtype=config.dtype,
         )
-        key = jax.random.key(_SEED.value)
+        key = jax.random.key(config.seed)
         return jax.tree.map(lambda x: jax.random.normal(key, x.shape, x.dtype), empty)
 
-    scale = config.head_dim**-0.5
     args = jax.device_put((tokens, context_lens - 1))
-    contiguous = partial(contiguous_attention, scale)
+    attend = partial(contiguous_attention, model.head_dim**-0.5)
     tables, context_lens = jax.device_put((tables, context_lens))
+
+    def contiguous(cache: PagedKVCache) -> tuple[PagedKVCache, Sampled]:
+        return contiguous_step(
+            params, cache, *args, context_lens, sampling, config=model, attend=attend
+        )
+
+    def paged(cache: PagedKVCache) -> tuple[PagedKVCache, Sampled]:
+        return decode_step(
+            *(params, cache, *args, tables, context_lens, sampling),
+            config=model,
+            attention=choice.attention,
+        )
+
     return (
-        Stepper(
-            lambda cache: contiguous_step(
-                params, cache, *args, context_lens, sampling, config=config, attend=contiguous
-            ),
-            random_cache(batch, context, config.head_dim),
-        ),
-        Stepper(
-            lambda cache: decode_step(
-                params,
-                cache,
-                *args,
-                tables,
-                context_lens,
-                sampling,
-                config=config,
-                attention=choice.attention,
-            ),
-            random_cache(num_blocks, block_size, choice.cache_head_size),
-        ),
+        Stepper(contiguous, random_cache(batch, context, model.head_dim)),
+        Stepper(paged, random_cache(num_blocks, block_size, choice.cache_head_size)),
     )
 
 
-def run_case(config: ModelConfig, params: Params, shape: Shape, choice: AttentionChoice) -> Case:
+def measure(shape: Shape, config: Config) -> Case:
     """Time the two steps in turn."""
-    steppers = make_steppers(config, params, shape, choice)
+    steppers = make_steppers(shape, config)
     for stepper in steppers:
         stepper.seconds()  # compiles
         stepper.seconds()
-    seconds = np.array([[s.seconds() for s in steppers] for _ in range(_ROUNDS.value)])
+    seconds = np.array([[s.seconds() for s in steppers] for _ in range(config.rounds)])
     contiguous_ms, paged_ms = 1e3 * np.median(seconds, axis=0)
-    ratios = seconds[:, 1] / seconds[:, 0]
-    low, ratio, high = np.quantile(ratios, [0.25, 0.5, 0.75])
-    return Case(
-        *shape,
-        *(float(x) for x in (contiguous_ms, paged_ms, ratio, low, high)),
-    )
+    low, ratio, high = np.quantile(seconds[:, 1] / seconds[:, 0], [0.25, 0.5, 0.75])
+    return Case(*shape, *map(float, (contiguous_ms, paged_ms, ratio, low, high)))
 
 
-def plot(cases: list[Case], path: str) -> None:
+def plot(cases: Sequence[Case], out_dir: str) -> None:
     """Ratio against context, a line for each batch, block size and table width."""
-    figure, axes = plt.subplots(figsize=(6, 4), layout="constrained")
-    groups = sorted({(c.batch, c.block_size, c.table_tokens - c.context) for c in cases})
-    for batch, block_size, extra in groups:
-        chosen = [
-            c
-            for c in cases
-            if (c.batch, c.block_size, c.table_tokens - c.context) == (batch, block_size, extra)
-        ]
-        label = f"batch {batch}, block {block_size}" + (f", table + {extra}" if extra else "")
-        axes.plot([c.context for c in chosen], [c.ratio for c in chosen], "o-", label=label)
-    axes.axhline(1, color="grey", linewidth=0.8)
-    axes.set(xlabel="context length (tokens)", ylabel="paged / contiguous step time")
-    axes.set_ylim(bottom=0)
-    axes.legend(fontsize=8)
-    figure.savefig(path, dpi=150)
-
-
-def main() -> None:
-    batches = reporting.integers(_BATCH, 1)
-    contexts = reporting.integers(_CONTEXT, 1)
-    block_sizes = reporting.integers(_BLOCK_SIZE, 1)
-    widths = reporting.integers(_TABLE_TOKENS, 0)
-    out_dir = reporting.make_out_dir(_OUT_DIR.value)
-    model = load_model(_MODEL.value, _DTYPE.value)
-    if model.config.sliding_window is not None:
-        raise ValueError(
-            f"{model.config.name} has a sliding window, which the contiguous step leaves out; "
-            "choose a model without"
+    lines: dict[str, list[tuple[int, float]]] = defaultdict(list)
+    for case in sorted(cases):
+        extra = case.table_tokens - case.context
+        label = f"batch {case.batch}, block {case.block_size}" + (
+            f", table + {extra}" if extra else ""
         )
-    params = nest({name: jax.device_put(x) for name, x in model.weights.items()})
-
-    grid = [
-        Shape(b, c, s, max(w, c))
-        for b in batches
-        for c in contexts
-        for s in block_sizes
-        for w in widths
-    ]
-    choices = [attention_of(model.config, shape) for shape in grid]
-    cases = []
-    with tqdm(zip(grid, choices, strict=True), total=len(grid), unit="case") as bar:
-        for shape, choice in bar:
-            bar.set_postfix_str(
-                f"batch {shape.batch}, context {shape.context}, block {shape.block_size}"
-            )
-            cases.append(run_case(model.config, params, shape, choice))
-
-    reporting.report_cases(
-        f"Decode step of {model.config.name}",
-        [case._asdict() for case in cases],
-        out_dir,
-        _MODEL,
-        attention=sorted({choice.attention.decode_impl for choice in choices}),
+        lines[label].append((case.context, case.ratio))
+    figure, [[axes]] = figures.panels(size=(6, 4))
+    figures.lines(axes, lines)
+    axes.axhline(1, color="grey", linewidth=0.8)
+    axes.set(
+        xlabel="context length (tokens)", ylabel="paged / contiguous step time", ylim=(0, None)
     )
-    plot(cases, str(out_dir / "ratio.png"))
-    print(f"results in {out_dir}")
+    axes.legend(fontsize=8)
+    figures.save(figure, out_dir, "ratio.png")
+
+
+def main(config: Config) -> None:
+    sizes = product(config.batch, config.context, config.block_size, config.table_tokens)
+    shapes = [Shape(b, c, s, max(w, c)) for b, c, s, w in sizes]
+    implementations = {attention_of(shape, config).attention.decode_impl for shape in shapes}
+    cases = grid(partial(measure, config=config), shapes, config, unit="case")
+    report(
+        f"Decode step of {load(config)[0].name}",
+        cases,
+        config,
+        attention=sorted(implementations),
+    )
+    plot(cases, config.out_dir)
+
+
+def claims(results: dict[str, Any]) -> list[Claim]:
+    """The paper gives no figure of a whole step."""
+    ratios = [case["ratio"] for case in results["cases"]]
+    return [
+        Claim(
+            "a whole decode step, paged over contiguous",
+            "not given",
+            f"{min(ratios):.2f} to {max(ratios):.2f}",
+            "",
+            None,
+            "on this device",
+        )
+    ]
 
 
 if __name__ == "__main__":
-    reporting.run(main)
+    run(main, Config)

@@ -4,54 +4,65 @@
     python -m experiments.costs.host_overhead --num_seqs=16,64,256 --block_size=1,16
 
 The engine's loop runs with an executor that computes nothing: it builds every array that the device
-would get and answers with a constant token, so what is timed is the host's share alone. Sequences
-have prompts and outputs of random lengths; as they finish, new ones are admitted.
+would get and answers with a constant token, so the times are the host's share alone. Sequences have
+prompts and outputs of random lengths; as they finish, new ones are admitted.
 
 Expect a table in about ten seconds. --out_dir gets results.json, results.csv and host_overhead.png.
 """
 
 import statistics
 import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
 from itertools import islice
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-import matplotlib.pyplot as plt
 import numpy as np
-from absl import flags
 
-from experiments.lib import reporting
+from experiments.lib import figures
+from experiments.lib.experiment import grid, run
 from experiments.lib.fake_devices import endless_requests, make_loop
+from experiments.lib.options import Options, option
+from experiments.lib.reporting import report
 
-_NUM_SEQS = flags.DEFINE_list("num_seqs", ["16", "64", "256"], "Sequences that run at a time.")
-_BLOCK_SIZE = flags.DEFINE_list("block_size", ["16"], "Block sizes, in tokens.")
-_PROMPT_TOKENS = flags.DEFINE_integer("prompt_tokens", 512, "Mean prompt length.", lower_bound=2)
-_OUTPUT_TOKENS = flags.DEFINE_integer("output_tokens", 256, "Mean output length.", lower_bound=2)
-_ITERATIONS = flags.DEFINE_integer("iterations", 1000, "Iterations timed.", lower_bound=1)
-_SEED = flags.DEFINE_integer("seed", 0, "Of the lengths.", lower_bound=0)
-_OUT_DIR = flags.DEFINE_string("out_dir", "out/host_overhead", "Where the results go.")
+
+@dataclass(frozen=True, kw_only=True)
+class Config(Options):
+    num_seqs: tuple[int, ...] = option(
+        (16, 64, 256), "So many sequences run at a time.", quick=(16, 64), least=1
+    )
+    block_size: tuple[int, ...] = option((16,), "Block sizes, in tokens.", least=1)
+    prompt_tokens: int = option(512, "Prompts have this mean length.", least=2)
+    output_tokens: int = option(256, "Outputs have this mean length.", least=2)
+    iterations: int = option(1000, "So many iterations are timed.", quick=200, least=1)
 
 
 class Case(NamedTuple):
-    """Milliseconds of host time per iteration; medians over those that only decode."""
+    """Milliseconds of host time per iteration; medians over iterations that only decode."""
 
     num_seqs: int
     block_size: int
     iterations: int
     decode_ms: float
     decode_p99_ms: float
-    arrays_ms: float  # of which the device's arrays
-    mean_ms: float  # over all iterations, those with admissions, prefills and ends included
+    arrays_ms: float  # the part of decode_ms that builds the device's arrays
+    mean_ms: float  # over all iterations, with admissions, prefills and ends
     admit_ms: float  # to queue, admit and prefill the first num_seqs prompts
 
 
-def run_case(num_seqs: int, block_size: int) -> Case:
-    """Run the loop over random lengths with `num_seqs` sequences running all the time."""
-    lengths = {"mean_prompt": _PROMPT_TOKENS.value, "mean_output": _OUTPUT_TOKENS.value}
+def measure(point: tuple[int, int], config: Config) -> Case:
+    """Run the loop over random lengths with (num_seqs, block size) all the time."""
+    num_seqs, block_size = point
+    lengths: dict[str, Any] = {
+        "mean_prompt": config.prompt_tokens,
+        "mean_output": config.output_tokens,
+    }
     core, device = make_loop(num_seqs, block_size=block_size, **lengths)
     scheduler = core.scheduler
     # Enough to keep the queue filled to the end.
-    total = num_seqs * (2 + 2 * _ITERATIONS.value // _OUTPUT_TOKENS.value)
-    backlog = list(islice(endless_requests(_SEED.value, **lengths), total))
+    total = num_seqs * (2 + 2 * config.iterations // config.output_tokens)
+    backlog = list(islice(endless_requests(config.seed, **lengths), total))
     start = time.perf_counter()
     for request in backlog[:num_seqs]:
         scheduler.add(request)
@@ -63,7 +74,7 @@ def run_case(num_seqs: int, block_size: int) -> Case:
 
     device.arrays_s.clear()
     all_s, decode_s, arrays_s = [], [], []
-    for _ in range(_ITERATIONS.value):
+    for _ in range(config.iterations):
         start = time.perf_counter()
         iteration = core.step()
         elapsed = time.perf_counter() - start
@@ -88,30 +99,25 @@ def run_case(num_seqs: int, block_size: int) -> Case:
     )
 
 
-def plot(cases: list[Case], path: str) -> None:
-    """Host time against running sequences."""
-    figure, axes = plt.subplots(figsize=(6, 4), layout="constrained")
-    for block_size in sorted({case.block_size for case in cases}):
-        chosen = [case for case in cases if case.block_size == block_size]
-        sizes = [case.num_seqs for case in chosen]
-        (line,) = axes.plot(sizes, [c.decode_ms for c in chosen], "o-", label=f"block {block_size}")
-        axes.plot(sizes, [c.arrays_ms for c in chosen], "o:", color=line.get_color())
-    axes.set(xlabel="running sequences", ylabel="host ms per decode iteration (dotted: arrays)")
-    axes.set_ylim(bottom=0)
+def plot(cases: Sequence[Case], out_dir: str) -> None:
+    """Host time against running sequences, in all and for the arrays."""
+    figure, [[axes]] = figures.panels(size=(6, 4))
+    for size in sorted({case.block_size for case in cases}):
+        own = [case for case in cases if case.block_size == size]
+        total = [(case.num_seqs, case.decode_ms) for case in own]
+        arrays = [(case.num_seqs, case.arrays_ms) for case in own]
+        figures.lines(axes, {f"block {size}": total, f"block {size}, arrays": arrays})
+    axes.set(xlabel="running sequences", ylabel="host ms per decode iteration", ylim=(0, None))
     axes.legend()
-    figure.savefig(path, dpi=150)
+    figures.save(figure, out_dir, "host_overhead.png")
 
 
-def main() -> None:
-    num_seqs = reporting.integers(_NUM_SEQS, 1)
-    block_sizes = reporting.integers(_BLOCK_SIZE, 1)
-    out_dir = reporting.make_out_dir(_OUT_DIR.value)
-    cases = [run_case(n, size) for size in block_sizes for n in num_seqs]
-    rows = [case._asdict() for case in cases]
-    reporting.report_cases("Host time per iteration", rows, out_dir, _NUM_SEQS)
-    plot(cases, str(out_dir / "host_overhead.png"))
-    print(f"results in {out_dir}")
+def main(config: Config) -> None:
+    points = [(n, size) for size in config.block_size for n in config.num_seqs]
+    cases = grid(partial(measure, config=config), points, config, unit="case")
+    report("Host time per iteration", cases, config)
+    plot(cases, config.out_dir)
 
 
 if __name__ == "__main__":
-    reporting.run(main)
+    run(main, Config)

@@ -5,70 +5,65 @@
     python -m experiments.costs.observer_cost --quick
 
 The engine's loop runs without a device: an executor answers with a constant token. Sequences have
-outputs of random lengths; as they end, new ones are admitted. Each observer is timed by itself, in
-all that it is called for. Metrics are always on; the others are if asked for.
+prompts and outputs of random lengths; as they end, new ones are admitted. Each observer is timed by
+itself, in all of its calls. Metrics are always on; the others are on if asked for.
 
 Expect a table in half a minute: microseconds of CPU time per iteration. --out_dir gets
 results.json, results.csv and observer_cost.png.
 """
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
-from absl import flags
 from tqdm import tqdm
 
-from experiments.lib import reporting
-from paged_jax.config import EngineConfig
-from paged_jax.engine.core import EngineCore
+from experiments.lib import figures
+from experiments.lib.experiment import grid, run
+from experiments.lib.fake_devices import ConstantDevice, endless_requests, make_loop
+from experiments.lib.options import Options, option
+from experiments.lib.reporting import report
 from paged_jax.engine.delivery import Delivery
 from paged_jax.engine.records import RequestRecord
-from paged_jax.executor.interface import Executor, StepResult
-from paged_jax.memory.block_manager import BlockManager
 from paged_jax.observability.chrome_trace import ChromeTrace
-from paged_jax.observability.iteration_log import IterationLog
 from paged_jax.observability.metrics import Metrics
-from paged_jax.observability.observer import Observer, watch
-from paged_jax.sampling_params import SamplingParams
-from paged_jax.scheduling.batch import ScheduledBatch
-from paged_jax.scheduling.request import Request
-from paged_jax.scheduling.scheduler import Scheduler
+from paged_jax.observability.observer import IterationLog, Observer, watch
 
-_NUM_SEQS = flags.DEFINE_list("num_seqs", ["16", "64", "256"], "Sequences that run at a time.")
-_ITERATIONS = flags.DEFINE_integer("iterations", 2000, "Iterations timed.", lower_bound=1)
-_PROMPT_TOKENS = flags.DEFINE_integer("prompt_tokens", 64, "Prompt length.", lower_bound=1)
-_OUTPUT_TOKENS = flags.DEFINE_integer("output_tokens", 256, "Mean output length.", lower_bound=2)
-_SEED = flags.DEFINE_integer("seed", 0, "Of the lengths.", lower_bound=0)
-_QUICK = flags.DEFINE_bool("quick", False, "200 iterations.")
-_OUT_DIR = flags.DEFINE_string("out_dir", "out/observer_cost", "Where the results go.")
+
+@dataclass(frozen=True, kw_only=True)
+class Config(Options):
+    num_seqs: tuple[int, ...] = option((16, 64, 256), "So many sequences run at a time.", least=1)
+    iterations: int = option(2000, "So many iterations are timed.", quick=200, least=1)
+    prompt_tokens: int = option(64, "Prompts have this mean length.", least=1)
+    output_tokens: int = option(256, "Outputs have this mean length.", least=2)
+
 
 BLOCK_SIZE = 16
 
 
-class ConstantExecutor(Executor):
-    """Answers with the same token at once."""
+class Case(NamedTuple):
+    """The CPU time of an observer, or of the loop without observers, in µs per iteration."""
 
-    def __init__(self, memory: BlockManager):
-        self._memory = memory
-
-    def execute(self, batch: ScheduledBatch) -> StepResult:
-        self._memory.take_copies()
-        n = batch.num_samples
-        return StepResult([7] * n, [None] * n, 0.0)
+    num_seqs: int
+    of: str
+    median_us: float
+    mean_us: float
+    p99_us: float
 
 
 class NoText:
-    """A tokenizer whose tokens say nothing."""
+    """A tokenizer without text: tokens decode to nothing."""
 
     def decode(self, token_ids: list[int], **options: Any) -> str:
         return ""
 
 
 class Timed(Observer):
-    """Passes everything on to an observer and adds up the CPU seconds that it takes."""
+    """Passes all calls on to an observer and adds up the CPU seconds that they take."""
 
     def __init__(self, observer: Observer):
         self.seconds = 0.0
@@ -86,54 +81,36 @@ class Timed(Observer):
         return timed
 
 
-def requests() -> Iterator[Request]:
-    """As many as are asked for."""
-    rng = np.random.default_rng(_SEED.value)
-    number = 0
-    while True:
-        params = SamplingParams(max_tokens=int(rng.integers(1, 2 * _OUTPUT_TOKENS.value)))
-        prompt = (number,) * _PROMPT_TOKENS.value
-        yield Request(f"request-{number}", prompt, params, time.perf_counter(), seed=number)
-        number += 1
-
-
-def run_case(num_seqs: int, num_iterations: int, out_dir: Path) -> list[dict[str, object]]:
-    """A row for each observer, and one for the whole loop; µs per iteration."""
-    max_len = _PROMPT_TOKENS.value + 2 * _OUTPUT_TOKENS.value
-    memory = BlockManager(num_seqs * -(-max_len // BLOCK_SIZE) + 1, BLOCK_SIZE)
-    scheduler = Scheduler(
-        memory,
-        EngineConfig(
-            max_num_seqs=num_seqs,
-            max_num_batched_tokens=num_seqs * _PROMPT_TOKENS.value,
-            max_model_len=max_len,
-            max_prefill_seqs=num_seqs,
-        ),
-        eos_token_ids=(),
-    )
-    core = EngineCore(scheduler, ConstantExecutor(memory))
+def measure(num_seqs: int, config: Config) -> list[Case]:
+    """A row for the whole loop, and one for each observer."""
+    lengths: dict[str, Any] = {
+        "mean_prompt": config.prompt_tokens,
+        "mean_output": config.output_tokens,
+    }
+    core, _ = make_loop(num_seqs, block_size=BLOCK_SIZE, **lengths)
+    scheduler = core.scheduler
+    core.executor = ConstantDevice(scheduler.memory)
     tokenizer: Any = NoText()
     delivery = Delivery(core, tokenizer)
-    arriving = requests()
+    arriving = endless_requests(config.seed, **lengths)
 
     def turn() -> None:
         while scheduler.num_running + scheduler.num_waiting < num_seqs:
             request = next(arriving)
+            request.arrival_time = time.perf_counter()
             core.add(request)
             delivery.add(RequestRecord.of(request, None, tokenizer, streams=False, on_output=None))
-        iteration = core.step()
-        delivery.take(iteration)
-        core.report(iteration)
+        delivery.advance()
         delivery.take_outbox()
 
     observers = {
         "metrics": Timed(Metrics(scheduler)),
-        "timeline": Timed(ChromeTrace(out_dir / "trace.json", core)),
-        "iteration log": Timed(IterationLog(out_dir / "iterations.jsonl")),
+        "timeline": Timed(ChromeTrace(Path(config.out_dir) / "trace.json", core)),
+        "iteration log": Timed(IterationLog(Path(config.out_dir) / "iterations.jsonl")),
     }
     seconds: dict[str, list[float]] = {name: [] for name in ("the loop", *observers)}
     with watch(core, *observers.values()):
-        for _ in tqdm(range(num_iterations), desc=f"{num_seqs} sequences", unit="iteration"):
+        for _ in tqdm(range(config.iterations), unit="iteration", leave=False):
             before = {name: observer.seconds for name, observer in observers.items()}
             start = time.thread_time()
             turn()
@@ -143,42 +120,34 @@ def run_case(num_seqs: int, num_iterations: int, out_dir: Path) -> list[dict[str
                 taken -= seconds[name][-1]
             seconds["the loop"].append(taken)
     return [
-        {
-            "num_seqs": num_seqs,
-            "of": name,
-            "median_us": 1e6 * float(np.median(values)),
-            "mean_us": 1e6 * float(np.mean(values)),
-            "p99_us": 1e6 * float(np.quantile(values, 0.99)),
-        }
+        Case(
+            num_seqs,
+            name,
+            median_us=1e6 * float(np.median(values)),
+            mean_us=1e6 * float(np.mean(values)),
+            p99_us=1e6 * float(np.quantile(values, 0.99)),
+        )
         for name, values in seconds.items()
     ]
 
 
-def plot(cases: list[dict[str, Any]], path: Path) -> None:
+def plot(cases: Sequence[Case], out_dir: str) -> None:
     """Microseconds against running sequences."""
-    # Imported here, so that --help does not wait for it.
-    import matplotlib.pyplot as plt
-
-    figure, axes = plt.subplots(figsize=(6, 4), layout="constrained")
-    for name in dict.fromkeys(case["of"] for case in cases):
-        chosen = [case for case in cases if case["of"] == name]
-        sizes = [case["num_seqs"] for case in chosen]
-        axes.plot(sizes, [case["mean_us"] for case in chosen], "o-", label=name)
-    axes.set(xlabel="running sequences", ylabel="mean CPU µs per iteration")
-    axes.set_ylim(bottom=0)
+    figure, [[axes]] = figures.panels(size=(6, 4))
+    for name in dict.fromkeys(case.of for case in cases):
+        line = [(case.num_seqs, case.mean_us) for case in cases if case.of == name]
+        figures.lines(axes, {name: line})
+    axes.set(xlabel="running sequences", ylabel="mean CPU µs per iteration", ylim=(0, None))
     axes.legend()
-    figure.savefig(path, dpi=150)
+    figures.save(figure, out_dir, "observer_cost.png")
 
 
-def main() -> None:
-    num_seqs = reporting.integers(_NUM_SEQS, 1)
-    out_dir = reporting.make_out_dir(_OUT_DIR.value)
-    iterations = 200 if _QUICK.value else _ITERATIONS.value
-    cases = [row for n in num_seqs for row in run_case(n, iterations, out_dir)]
-    reporting.report_cases("CPU time per iteration", cases, out_dir, _NUM_SEQS)
-    plot(cases, out_dir / "observer_cost.png")
-    print(f"results in {out_dir}")
+def main(config: Config) -> None:
+    rows = grid(partial(measure, config=config), config.num_seqs, config, unit="case")
+    cases = [case for row in rows for case in row]
+    report("CPU time per iteration", cases, config)
+    plot(cases, config.out_dir)
 
 
 if __name__ == "__main__":
-    reporting.run(main)
+    run(main, Config)

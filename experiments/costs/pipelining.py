@@ -19,41 +19,48 @@ results.json, results.csv and pipelining.png.
 """
 
 import time
-from collections.abc import Callable
-from functools import partial
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cache, partial
 from typing import NamedTuple
 
-import matplotlib.pyplot as plt
 import numpy as np
-from absl import flags
-from tqdm import tqdm
 
-from experiments.lib import reporting
+from experiments.lib import figures
+from experiments.lib.experiment import grid, run
 from experiments.lib.fake_devices import endless_requests, make_loop
+from experiments.lib.options import Options, option
 from experiments.lib.paired import in_turn, ratio_spread
+from experiments.lib.reporting import environment, report
 from paged_jax import Engine, SamplingParams
 from paged_jax.loading import LoadedModel, load_model
 from paged_jax.observability.observer import IterationStats
 
-_NUM_SEQS = flags.DEFINE_list("num_seqs", ["16", "64", "256"], "Sequences that run, simulated.")
-_DEVICE_MS = flags.DEFINE_list(
-    "device_ms", ["1", "4", "16"], "Milliseconds that a simulated device takes per iteration."
-)
-_MODEL = flags.DEFINE_string("model", "smollm2", "A model's name or path; empty: none is run.")
-_MODEL_SEQS = flags.DEFINE_list("model_seqs", ["1", "8"], "Sequences that run on the model.")
-_PROMPT_TOKENS = flags.DEFINE_integer("prompt_tokens", 128, "Mean prompt length.", lower_bound=2)
-_OUTPUT_TOKENS = flags.DEFINE_integer("output_tokens", 128, "Mean output length.", lower_bound=2)
-_ITERATIONS = flags.DEFINE_integer(
-    "iterations", 150, "Iterations of a simulated round.", lower_bound=1
-)
-_ROUNDS = flags.DEFINE_integer("rounds", 3, "Rounds of each kind.", lower_bound=1)
-_SEED = flags.DEFINE_integer("seed", 0, "Of lengths and prompts.", lower_bound=0)
-_QUICK = flags.DEFINE_bool(
-    "quick", False, "64 sequences and 4 ms; 2 on the model; rounds of 50 iterations."
-)
-_OUT_DIR = flags.DEFINE_string("out_dir", "out/pipelining", "Where the results go.")
+
+@dataclass(frozen=True, kw_only=True)
+class Config(Options):
+    num_seqs: tuple[int, ...] = option(
+        (16, 64, 256), "So many sequences run on a simulated device.", quick=(64,), least=1
+    )
+    device_ms: tuple[int, ...] = option(
+        (1, 4, 16), "A simulated device takes so long per iteration (ms).", quick=(4,), least=1
+    )
+    model: str = option("smollm2", "The model's name or path. With an empty one none is run.")
+    model_seqs: tuple[int, ...] = option(
+        (1, 8), "So many sequences run on the model.", quick=(2,), least=1
+    )
+    prompt_tokens: int = option(128, "Prompts have this mean length.", least=2)
+    output_tokens: int = option(128, "Outputs have this mean length.", least=2)
+    iterations: int = option(150, "A simulated round has so many.", quick=50, least=1)
+    rounds: int = option(3, "Each kind of loop runs so many rounds.", least=1)
+
 
 BLOCK_SIZE = 16
+
+
+class Point(NamedTuple):
+    num_seqs: int
+    device_ms: int | None  # None: the model on JAX's device
 
 
 class Case(NamedTuple):
@@ -62,7 +69,7 @@ class Case(NamedTuple):
     device: str
     num_seqs: int
     device_ms: float  # per iteration, one by one
-    host_ms: float  # likewise: what the device waits for
+    host_ms: float  # per iteration, one by one: the device waits for so long
     one_by_one: float  # output tokens/s
     pipelined: float
     speedup: float  # median over the rounds
@@ -75,20 +82,22 @@ class Case(NamedTuple):
 Round = Callable[[], tuple[float, list[IterationStats]]]
 
 
-def compare(device: str, num_seqs: int, one_by_one: Round, pipelined: Round, rounds: int) -> Case:
-    """Run both in turn."""
+def measure(point: Point, config: Config) -> Case:
+    """Run both kinds of loop in turn."""
+    make = model_round if point.device_ms is None else simulated_round
+    one_by_one, pipelined = (make(point, config, is_pipelined=each) for each in (False, True))
     rates: dict[Round, list[float]] = {one_by_one: [], pipelined: []}
     stats: dict[Round, list[IterationStats]] = {one_by_one: [], pipelined: []}
-    for _, run in in_turn(one_by_one, pipelined, rounds):
-        rate, iterations = run()
-        rates[run].append(rate)
-        stats[run] += iterations
+    for _, play in in_turn(one_by_one, pipelined, config.rounds):
+        rate, iterations = play()
+        rates[play].append(rate)
+        stats[play] += iterations
     low, median, high = ratio_spread(rates[pipelined], rates[one_by_one])
     device_s = float(np.mean([each.device_s for each in stats[one_by_one]]))
     wall_s = float(np.mean([each.wall_s for each in stats[one_by_one]]))
     return Case(
-        device,
-        num_seqs,
+        environment()["device_kind"] if point.device_ms is None else "simulated",
+        point.num_seqs,
         device_ms=1e3 * device_s,
         host_ms=1e3 * (wall_s - device_s),
         one_by_one=float(np.median(rates[one_by_one])),
@@ -100,56 +109,56 @@ def compare(device: str, num_seqs: int, one_by_one: Round, pipelined: Round, rou
     )
 
 
-def simulated_round(num_seqs: int, device_ms: int, iterations: int, *, is_pipelined: bool) -> Round:
+def simulated_round(point: Point, config: Config, *, is_pipelined: bool) -> Round:
     """Rounds of a loop in which ``num_seqs`` sequences run all the time."""
-    lengths = {"mean_prompt": _PROMPT_TOKENS.value, "mean_output": _OUTPUT_TOKENS.value}
+    assert point.device_ms is not None
+    lengths = {"mean_prompt": config.prompt_tokens, "mean_output": config.output_tokens}
     core, _ = make_loop(
-        num_seqs,
+        point.num_seqs,
         block_size=BLOCK_SIZE,
-        device_s=device_ms / 1e3,
+        device_s=point.device_ms / 1e3,
         is_pipelined=is_pipelined,
         **lengths,
     )
     stats: list[IterationStats] = []
     core.on_iteration = stats.append
-    requests = endless_requests(_SEED.value, **lengths)
+    requests = endless_requests(config.seed, **lengths)
 
     def step() -> None:
-        while core.scheduler.num_waiting < num_seqs:  # so that somebody always waits
+        while core.scheduler.num_waiting < point.num_seqs:  # so that the queue is never empty
             core.scheduler.add(next(requests))
         core.report(core.step())
 
-    while core.scheduler.num_running < num_seqs:
+    def steps() -> None:
+        for _ in range(config.iterations):
+            step()
+
+    while core.scheduler.num_running < point.num_seqs:
         step()
 
-    def run() -> tuple[float, list[IterationStats]]:
-        step()  # what was in flight while the other loop ran has cost nothing
-        stats.clear()
-        start = time.perf_counter()
-        for _ in range(iterations):
-            step()
-        elapsed = time.perf_counter() - start
-        return sum(each.num_sampled for each in stats) / elapsed, list(stats)
+    def play() -> tuple[float, list[IterationStats]]:
+        step()  # the batch that was in flight while the other loop ran has cost nothing
+        return timed(steps, stats)
 
-    return run
+    return play
 
 
-def model_round(model: LoadedModel, num_seqs: int, *, is_pipelined: bool) -> Round:
+def model_round(point: Point, config: Config, *, is_pipelined: bool) -> Round:
     """Rounds of an engine: twice as many requests as run at a time, each round the same."""
-    rng = np.random.default_rng(_SEED.value)
-    vocab_size = model.config.vocab_size
+    model, num_seqs = load(config.model), point.num_seqs
+    rng = np.random.default_rng(config.seed)
     prompts, params = [], []
     for seed in range(2 * num_seqs):
-        length = int(rng.integers(1, 2 * _PROMPT_TOKENS.value))
-        prompts.append(rng.integers(0, vocab_size, length).tolist())
-        max_tokens = int(rng.integers(1, 2 * _OUTPUT_TOKENS.value))
+        length = int(rng.integers(1, 2 * config.prompt_tokens))
+        prompts.append(rng.integers(0, model.config.vocab_size, length).tolist())
+        max_tokens = int(rng.integers(1, 2 * config.output_tokens))
         params.append(SamplingParams(max_tokens=max_tokens, seed=seed, ignore_eos=True))
     engine = Engine(
         model,
         block_size=BLOCK_SIZE,
         max_num_seqs=num_seqs,
         max_num_batched_tokens=max(64, num_seqs),
-        max_model_len=2 * (_PROMPT_TOKENS.value + _OUTPUT_TOKENS.value),
+        max_model_len=2 * (config.prompt_tokens + config.output_tokens),
         max_prefill_seqs=min(16, num_seqs),
         enable_prefix_caching=False,  # each round has the same prompts
         warm_up=False,
@@ -157,58 +166,51 @@ def model_round(model: LoadedModel, num_seqs: int, *, is_pipelined: bool) -> Rou
     )
     stats: list[IterationStats] = []
     engine.core.on_iteration = stats.append
-
-    def run() -> tuple[float, list[IterationStats]]:
-        stats.clear()
-        start = time.perf_counter()
-        engine.generate(prompts, params, progress=False)
-        elapsed = time.perf_counter() - start
-        return sum(each.num_sampled for each in stats) / elapsed, list(stats)
-
-    run()  # compiles what it needs
-    return run
+    generate = partial(engine.generate, prompts, params, progress=False)
+    generate()  # compiles what it needs
+    return partial(timed, generate, stats)
 
 
-def plot(cases: list[Case], path: str) -> None:
+@cache
+def load(model: str) -> LoadedModel:
+    return load_model(model, "float32")
+
+
+def timed(
+    work: Callable[[], object], stats: list[IterationStats]
+) -> tuple[float, list[IterationStats]]:
+    """(output tokens/s, iterations) of some work, whose iterations go into `stats`."""
+    stats.clear()
+    start = time.perf_counter()
+    work()
+    elapsed = time.perf_counter() - start
+    return sum(each.num_sampled for each in stats) / elapsed, list(stats)
+
+
+def plot(cases: Sequence[Case], out_dir: str) -> None:
     """The gain of each case, with its quartiles."""
-    figure, axes = plt.subplots(figsize=(7, 1.5 + 0.35 * len(cases)), layout="constrained")
+    figure, [[axes]] = figures.panels(size=(7, 1.5 + 0.35 * len(cases)))
     at = np.arange(len(cases))[::-1]
     speedups = np.array([[case.low, case.speedup, case.high] for case in cases])
     errors = np.abs(speedups[:, [0, 2]] - speedups[:, [1]]).T
-    axes.barh(at, speedups[:, 1], xerr=errors, color="#4c72b0", ecolor="black", capsize=2)
+    axes.barh(at, speedups[:, 1], xerr=errors, ecolor="black", capsize=2)
     axes.axvline(1, color="black", linewidth=0.8)
-    names = [f"{c.device}, {c.device_ms:.3g} ms, {c.num_seqs} sequences" for c in cases]
-    axes.set_yticks(at, names)
+    axes.set_yticks(
+        at, [f"{c.device}, {c.device_ms:.3g} ms, {c.num_seqs} sequences" for c in cases]
+    )
     axes.set(xlabel="output tokens/s, pipelined / one by one")
-    figure.savefig(path, dpi=150)
+    figures.save(figure, out_dir, "pipelining.png")
 
 
-def main() -> None:
-    is_quick = _QUICK.value
-    num_seqs = [64] if is_quick else reporting.integers(_NUM_SEQS, 1)
-    device_ms = [4] if is_quick else reporting.integers(_DEVICE_MS, 1)
-    model_seqs = [2] if is_quick else reporting.integers(_MODEL_SEQS, 1)
-    iterations = 50 if is_quick else _ITERATIONS.value
-    out_dir = reporting.make_out_dir(_OUT_DIR.value)
-    model = load_model(_MODEL.value, "float32") if _MODEL.value else None
-    kinds: list[tuple[str, int, Callable[..., Round]]] = [
-        ("simulated", n, partial(simulated_round, n, ms, iterations))
-        for ms in device_ms
-        for n in num_seqs
-    ]
-    if model is not None:
-        device = reporting.environment()["device_kind"]
-        kinds += [(device, n, partial(model_round, model, n)) for n in model_seqs]
-    cases = [
-        compare(device, n, make(is_pipelined=False), make(is_pipelined=True), _ROUNDS.value)
-        for device, n, make in tqdm(kinds, desc="pipelining", unit="case")
-    ]
-    rows = [case._asdict() for case in cases]
-    reporting.report_cases("One by one and pipelined", rows, out_dir, _NUM_SEQS)
-    plot(cases, str(out_dir / "pipelining.png"))
+def main(config: Config) -> None:
+    points = [Point(n, ms) for ms in config.device_ms for n in config.num_seqs]
+    points += [Point(n, None) for n in config.model_seqs if config.model]
+    measured = partial(measure, config=config)
+    cases = grid(measured, points, config, unit="case", description="pipelining")
+    report("One by one and pipelined", cases, config)
+    plot(cases, config.out_dir)
     print("Simulated devices sleep: what a GPU of that speed would gain, not a measurement of one.")
-    print(f"results in {out_dir}")
 
 
 if __name__ == "__main__":
-    reporting.run(main)
+    run(main, Config)

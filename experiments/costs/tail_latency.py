@@ -7,85 +7,54 @@
 Short requests decode while prompts of 4096 tokens arrive among them, at rising rates. Four systems
 serve the same arrivals, on the same model and with the same memory:
 
-    static              a batch is formed when nothing runs, and nobody joins until all have ended
+    static              a batch is formed when nothing runs, and none joins until all have ended
     continuous          requests join and leave in every iteration; each prompt is prefilled whole
     chunked             prompts are prefilled in chunks of at most --max_num_batched_tokens
-    admission           likewise; chunks are held back to keep the time between two tokens within
-                        the objective, and who would wait too long for the first one is refused
+    admission           as chunked; chunks are held back to keep the time between two tokens within
+                        the objective, and requests are refused that would wait too long
 
-A whole prompt holds up everybody's next token: watch the p99 of the gaps between tokens, and the
-longest gap where fewer than one in a hundred meets a long prompt, as at low rates. Chunks bound
-both, and make long prompts wait longer for their first token. Beyond what the machine can
-serve, queues grow without end and all requests are late, unless some are refused at once: watch
-the goodput, the requests a second whose first token and whose gaps keep the objective.
+A whole prompt holds up the next token of all requests: watch the p99 of the gaps between tokens,
+and the longest gap where fewer than one in a hundred meets a long prompt, as at low rates. Chunks
+bound both, and make long prompts wait longer for their first token. Beyond the rate that the
+machine can serve, queues grow without end and all requests are late, unless some are refused at
+once: watch the goodput, the requests a second whose first token and whose gaps keep the objective.
 
-Rates are multiples (--loads) of what the chunked system serves when all requests are there at the
-start, unless --rates gives them. Where no objective is given it comes from the same run: a gap may
-take three iterations with a full chunk, the first token three times a long prompt's prefill.
+Rates are multiples (--loads) of the rate at which the chunked system serves requests that are all
+there at the start, unless --rates gives them. Where no objective is given it comes from the same
+run: a gap may take three iterations with a full chunk, the first token three times a long prompt's
+prefill.
 
 Expect about ten minutes with --quick and three quarters of an hour without, on two CPU cores;
 --out_dir gets results.json, results.csv and tail_latency.png.
 """
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Iterator, Sequence
+from contextlib import closing, contextmanager
+from dataclasses import dataclass
+from functools import cache, partial
+from itertools import pairwise
+from typing import Any, NamedTuple
 
-import matplotlib.pyplot as plt
-from absl import flags
+import numpy as np
 
-from experiments.costs.goodput import Case, Mix, Objective, case_of
-from experiments.lib import reporting
-from experiments.lib.driver import ServedRun, require_fitting, serve
-from experiments.lib.reporting import preset
+from experiments.lib import figures
+from experiments.lib.claims import Claim
+from experiments.lib.driver import ServedRequest, ServedRun, require_fitting, serve
+from experiments.lib.experiment import grid, run
+from experiments.lib.options import Options, engine_option, option
+from experiments.lib.reporting import print_rows, print_table, write_results
+from experiments.lib.serving_figures import outcome
 from paged_jax import Engine, SamplingParams
 from paged_jax.loading import LoadedModel, load_config, load_model
 from paged_jax.workloads import WorkloadRequest, arrive_at_once, arrive_poisson
-from paged_jax.workloads.request import VocabRange
-
-_QUICK = flags.DEFINE_bool("quick", False, "Fewer requests, and two rates.")
-_LOADS = flags.DEFINE_list(
-    "loads", None, "Request rates, as multiples of what the chunked system serves; default: "
-    "0.4,0.8,1.6, or 0.5,1.5 with --quick.",
-)  # fmt: skip
-_RATES = flags.DEFINE_list("rates", None, "Request rates (requests/s), instead of --loads.")
-_NUM_REQUESTS = flags.DEFINE_integer(
-    "num_requests", None, "Requests of a run; default: 48, or 18 with --quick.", lower_bound=2
-)
-_LONG_EVERY = flags.DEFINE_integer(
-    "long_every", 9, "One in so many requests has a long prompt.", lower_bound=2
-)
-_LONG_PROMPT = flags.DEFINE_integer("long_prompt", 4096, "Its tokens.", lower_bound=2)
-_LONG_OUTPUT = flags.DEFINE_integer("long_output", 8, "Output tokens for it.", lower_bound=1)
-_SHORT_PROMPT = flags.DEFINE_integer(
-    "short_prompt", 32, "Mean tokens of all other prompts.", lower_bound=2
-)
-_SHORT_OUTPUT = flags.DEFINE_integer(
-    "short_output", 48, "Mean output tokens for them.", lower_bound=2
-)
-_GAP_S = flags.DEFINE_float(
-    "gap_s", None, "Objective: seconds between two tokens of a request, at most.", lower_bound=0
-)
-_TTFT_S = flags.DEFINE_float(
-    "ttft_s", None, "Objective: seconds from arrival to first token, at most.", lower_bound=0
-)
-_MODEL = flags.DEFINE_string("model", "smollm2", "The model's name or path.")
-_BLOCK_SIZE = flags.DEFINE_integer("block_size", 16, "Slots (tokens) of a KV block.")
-_NUM_BLOCKS = flags.DEFINE_integer(
-    "num_blocks", None, "Blocks of the pool; default: for four long prompts."
-)
-_MAX_NUM_SEQS = flags.DEFINE_integer("max_num_seqs", 16, "Sequences that run at a time.")
-_MAX_NUM_BATCHED_TOKENS = flags.DEFINE_integer(
-    "max_num_batched_tokens", 256, "Tokens of an iteration, where prompts are cut into chunks."
-)
-_SEED = flags.DEFINE_integer("seed", 0, "Of lengths, prompts and arrivals.", lower_bound=0)
-_OUT_DIR = flags.DEFINE_string("out_dir", "out/tail_latency", "Where the results go.")
+from paged_jax.workloads.request import VocabRange, random_token_ids
 
 GOAL = 0.5  # p99 of the gaps with chunks, of that without, at most
 SYSTEMS: dict[str, dict[str, Any]] = {
     "static": {"scheduling_policy": "static", "enable_chunked_prefill": False},
     "continuous": {"enable_chunked_prefill": False},
     "chunked": {},
-    "admission": {},
+    "admission": {},  # its limits follow from the objective
 }
 COLUMNS = (
     *("system", "rate", "requests", "refused", "ttft p50", "ttft p99", "gap p50", "gap p99"),
@@ -93,103 +62,230 @@ COLUMNS = (
 )
 
 
-def make_engine(
-    model: LoadedModel, mix: Mix, requests: Sequence[WorkloadRequest], **options: Any
-) -> Engine:
-    """Warmed up: all is compiled, and some of the requests have been served.
+@dataclass(frozen=True, kw_only=True)
+class Config(Options):
+    loads: tuple[float, ...] = option(
+        (0.4, 0.8, 1.6),
+        "Request rates, as multiples of the chunked system's when all requests are there at once.",
+        quick=(0.5, 1.5),
+    )
+    rates: tuple[float, ...] | None = option(None, "Request rates (1/s), instead of --loads.")
+    num_requests: int = option(48, "A run has so many requests.", quick=18, least=2)
+    long_every: int = option(9, "One in so many requests has a long prompt.", least=2)
+    long_prompt: int = option(4096, "A long prompt has so many tokens.", least=2)
+    long_output: int = option(8, "A long prompt's output has so many tokens.", least=1)
+    short_prompt: int = option(32, "The other prompts have so many tokens, in the mean.", least=2)
+    short_output: int = option(48, "Their outputs have so many tokens, in the mean.", least=2)
+    gap_s: float | None = option(
+        None, "The objective for the time between two tokens of a request (s).", least=0
+    )
+    ttft_s: float | None = option(
+        None, "The objective for the time from a request's arrival to its first token (s).", least=0
+    )
+    model: str = option("smollm2", "The model's name or path.")
+    block_size: int = engine_option("block_size")
+    num_blocks: int | None = option(
+        None, "The pool has so many blocks. By default it has room for four long prompts.", least=1
+    )
+    max_num_seqs: int = engine_option("max_num_seqs", 16)
+    max_num_batched_tokens: int = engine_option("max_num_batched_tokens", 256)
+
+    def __post_init__(self) -> None:
+        for name, values in (("loads", self.loads), ("rates", self.rates or (1,))):
+            if not all(0 < value < float("inf") for value in values):
+                given = ",".join(f"{value:g}" for value in values)
+                raise ValueError(f"--{name} takes numbers above 0, got {given}")
+
+    @property
+    def max_len(self) -> int:
+        """The longest prompt and output together."""
+        longest_short = 3 * (self.short_prompt + self.short_output) // 2
+        return max(self.long_prompt + self.long_output, longest_short)
+
+    def requests(self, vocab: VocabRange) -> list[WorkloadRequest]:
+        """Random tokens, no two prompts alike; all of fixed lengths, there at the start."""
+        rng = np.random.default_rng(self.seed)
+
+        def around(mean: int) -> int:
+            return int(rng.integers(max(1, mean // 2), max(1, 3 * mean // 2) + 1))
+
+        found = []
+        for index in range(self.num_requests):
+            num_prompt, num_output = self.long_prompt, self.long_output
+            if index % self.long_every != self.long_every // 2:
+                num_prompt, num_output = around(self.short_prompt), around(self.short_output)
+            prompt = tuple(random_token_ids(rng, num_prompt, vocab))
+            found.append(WorkloadRequest(prompt, num_output))
+        return found
+
+    def num_long(self, requests: Sequence[WorkloadRequest]) -> int:
+        return sum(request.num_prompt_tokens == self.long_prompt for request in requests)
+
+
+class Objective(NamedTuple):
+    """The times that a request is promised, in seconds."""
+
+    ttft_s: float  # from its arrival to its first token, at most
+    gap_s: float  # from each of its tokens to the next, at most
+
+    def is_met(self, served: ServedRequest) -> bool:
+        """Whether the request got all its tokens, and got them in time."""
+        if served.output is None or outcome(served) is not None:
+            return False
+        times = served.output.metrics.token_times_s[0]
+        in_time = times[0] - served.output.metrics.arrival_s <= self.ttft_s
+        return in_time and max(_gaps(times), default=0.0) <= self.gap_s
+
+
+class Case(NamedTuple):
+    """One system at one request rate. Times from a request's arrival or its last token on."""
+
+    system: str
+    rate: float  # requests/s that arrive
+    requests: int
+    refused: int
+    ttft_p50_s: float | None
+    ttft_p99_s: float | None
+    gap_p50_s: float | None  # between two tokens of a request, all requests together
+    gap_p99_s: float | None
+    gap_max_s: float | None
+    tokens_per_s: float  # of output
+    goodput: float  # requests/s that were served within the objective
+    batch_size: float  # mean over the iterations
+    largest_prefill: int  # tokens of prefill in an iteration beside decodes, at most
+
+
+def case_of(system: str, rate: float, run: ServedRun, objective: Objective) -> Case:
+    ttft: list[float] = []
+    gaps: list[float] = []
+    num_tokens = 0
+    for served in run.served:
+        if served.output is None:
+            continue
+        for times in filter(None, served.output.metrics.token_times_s):
+            ttft.append(times[0] - served.output.metrics.arrival_s)
+            gaps += _gaps(times)
+            num_tokens += len(times)
+    beside = [step.num_prefill_tokens for step in run.steps if step.num_decodes]
+    return Case(
+        system,
+        rate,
+        requests=len(run.served),
+        refused=sum(served.output is None for served in run.served),
+        ttft_p50_s=_percentile(ttft, 50),
+        ttft_p99_s=_percentile(ttft, 99),
+        gap_p50_s=_percentile(gaps, 50),
+        gap_p99_s=_percentile(gaps, 99),
+        gap_max_s=_percentile(gaps, 100),
+        tokens_per_s=num_tokens / run.wall_s,
+        goodput=sum(map(objective.is_met, run.served)) / run.wall_s,
+        batch_size=float(np.mean([s.num_decodes + s.num_prefill_seqs for s in run.steps])),
+        largest_prefill=max(beside, default=0),
+    )
+
+
+def _gaps(times: Sequence[float]) -> list[float]:
+    return [after - before for before, after in pairwise(times)]
+
+
+def _percentile(values: Sequence[float], percent: float) -> float | None:
+    return float(np.percentile(values, percent)) if values else None
+
+
+@cache
+def load(config: Config) -> tuple[LoadedModel, list[WorkloadRequest]]:
+    """The model, and the requests to it."""
+    model = load_model(config.model)
+    return model, config.requests(VocabRange(0, model.config.vocab_size))
+
+
+@contextmanager
+def warm_engine(config: Config, **options: Any) -> Iterator[Engine]:
+    """An engine for which all is compiled, and which has served some of the requests.
 
     Nothing is shared between requests, so that systems differ in scheduling alone.
     """
+    model, requests = load(config)
     is_chunked = options.get("enable_chunked_prefill", True)
-    blocks_for_long = -(-mix.max_len // _BLOCK_SIZE.value)
+    blocks_for_long = -(-config.max_len // config.block_size)
     engine = Engine(
         model,
-        block_size=_BLOCK_SIZE.value,
-        num_blocks=_NUM_BLOCKS.value or 4 * blocks_for_long,
-        max_num_seqs=_MAX_NUM_SEQS.value,
-        max_num_batched_tokens=_MAX_NUM_BATCHED_TOKENS.value if is_chunked else mix.max_len,
-        max_model_len=mix.max_len,
+        block_size=config.block_size,
+        num_blocks=config.num_blocks or 4 * blocks_for_long,
+        max_num_seqs=config.max_num_seqs,
+        max_num_batched_tokens=config.max_num_batched_tokens if is_chunked else config.max_len,
+        max_model_len=config.max_len,
         enable_prefix_caching=False,
-        seed=_SEED.value,
+        seed=config.seed,
         **options,
     )
-    try:
+    with closing(engine):
         require_fitting(engine, requests)
         engine.warm_up()
-        for request in requests[: mix.long_every]:
+        for request in requests[: config.long_every]:
             params = SamplingParams(max_tokens=request.max_tokens, ignore_eos=True)
             engine.generate(list(request.prompt_token_ids), params, progress=False)
-    except BaseException:
-        engine.close()
-        raise
-    return engine
+        yield engine
 
 
-def numbers(flag: flags.FlagHolder[Any]) -> list[float] | None:
-    """A list flag's values, above 0; None where it was not given."""
-    if flag.value is None:
-        return None
-    try:
-        values = [float(value) for value in flag.value]
-    except ValueError:
-        values = []
-    if not values or not all(0 < value < float("inf") for value in values):
-        raise ValueError(f"--{flag.name} takes numbers above 0, got {','.join(flag.value)}")
-    return sorted(values)
+def measure_capacity(system: str, config: Config) -> tuple[float, Objective]:
+    """(requests/s when all are there at the start, the objective)."""
+    requests = load(config)[1]
+    with warm_engine(config, **SYSTEMS[system]) as engine:
+        run = serve(engine, arrive_at_once(requests), SamplingParams(temperature=0))
+        return len(requests) / run.wall_s, objective_of(engine, config)
 
 
-def objective_of(engine: Engine, mix: Mix) -> Objective:
-    """As given, or by what the engine has measured of its steps."""
+def objective_of(engine: Engine, config: Config) -> Objective:
+    """The objective that is given, or follows from what the engine has measured of its steps."""
     estimates = engine.core.scheduler.estimates
-    full_chunk_s = estimates.prefill_s(_MAX_NUM_BATCHED_TOKENS.value)
-    token_s = estimates.prefill_token_s
+    full_chunk_s = estimates.prefill_s(config.max_num_batched_tokens)
     assert full_chunk_s is not None
-    assert token_s is not None
     iteration_s = full_chunk_s + (estimates.decode_s or 0.0)
-    num_chunks = -(-mix.long_prompt // _MAX_NUM_BATCHED_TOKENS.value)
+    num_chunks = -(-config.long_prompt // config.max_num_batched_tokens)
     return Objective(
-        ttft_s=_TTFT_S.value or 3 * num_chunks * iteration_s,
-        gap_s=_GAP_S.value or 3 * iteration_s,
+        ttft_s=config.ttft_s or 3 * num_chunks * iteration_s,
+        gap_s=config.gap_s or 3 * iteration_s,
     )
 
 
-def run_system(
-    engine: Engine, requests: Sequence[WorkloadRequest], rate: float | None
-) -> ServedRun:
-    """Serve the requests at a rate; None: all are there at the start."""
-    if rate is None:
-        arriving = arrive_at_once(requests)
-    else:
-        arriving = arrive_poisson(requests, rate=rate, seed=_SEED.value)
-    return serve(engine, arriving, SamplingParams(temperature=0))
+def measure(
+    system: tuple[str, dict[str, Any]],
+    config: Config,
+    rates: Sequence[float],
+    objective: Objective,
+) -> list[Case]:
+    """Serve the same requests at each rate, by one engine."""
+    name, options = system
+    cases = []
+    with warm_engine(config, **options) as engine:
+        for rate in rates:
+            requests = arrive_poisson(load(config)[1], rate=rate, seed=config.seed)
+            run = serve(engine, requests, SamplingParams(temperature=0))
+            cases.append(case_of(name, rate, run, objective))
+    return cases
 
 
-def plot(cases: Sequence[Case], objective: Objective, path: str) -> None:
+def plot(cases: Sequence[Case], objective: Objective, out_dir: str) -> None:
     """Four panels over the request rate: first token, gaps, goodput, output tokens/s."""
-    panels = [
-        ("ttft", "time to first token (s)", objective.ttft_s),
-        ("gap", "time between two tokens (s)", objective.gap_s),
-        ("goodput", "goodput (requests/s)", None),
-        ("tokens_per_s", "output tokens/s", None),
-    ]
-    figure, grid = plt.subplots(2, 2, figsize=(10, 7), layout="constrained")
-    for axes, (name, label, limit) in zip(grid.flat, panels, strict=True):
-        for system in SYSTEMS:
-            rows = [case._asdict() for case in cases if case.system == system]
-            rates = [row["rate"] for row in rows]
-            if limit is None:
-                axes.plot(rates, [row[name] for row in rows], "o-", label=system)
-                continue
-            tails = [row[f"{name}_p99_s"] for row in rows]
-            (line,) = axes.plot(rates, tails, "o-", label=f"{system}, p99")
-            axes.plot(rates, [row[f"{name}_p50_s"] for row in rows], "o:", color=line.get_color())
+    figure, axes = figures.panels(2, 2, size=(5, 3.5))
+    for panel, label, names, limit in (
+        (axes[0, 0], "time to first token (s)", ("ttft_p99_s", "ttft_p50_s"), objective.ttft_s),
+        (axes[0, 1], "time between two tokens (s)", ("gap_p99_s", "gap_p50_s"), objective.gap_s),
+        (axes[1, 0], "goodput (requests/s)", ("goodput",), None),
+        (axes[1, 1], "output tokens/s", ("tokens_per_s",), None),
+    ):
+        for number, system in enumerate(SYSTEMS):
+            for name, style in zip(names, ("o-", "o:"), strict=False):
+                line = [(c.rate, getattr(c, name)) for c in cases if c.system == system]
+                named = f"{system}, p99" if style == "o-" else "_"  # a name that legends leave out
+                figures.lines(panel, {named: line}, style, color=f"C{number}")
         if limit is not None:
-            axes.axhline(limit, color="0.6", linewidth=1, label="objective")
-            axes.set_yscale("log")
-        axes.set(xlabel="requests/s", ylabel=label + (" (dotted: p50)" if limit else ""))
-    grid[0, 0].legend(fontsize="small")
-    figure.savefig(path, dpi=150)
-    plt.close(figure)
+            panel.axhline(limit, color="0.6", linewidth=1, label="objective")
+            panel.set_yscale("log")
+        panel.set(xlabel="requests/s", ylabel=label + (" (dotted: p50)" if limit else ""))
+    axes[0, 0].legend(fontsize="small")
+    figures.save(figure, out_dir, "tail_latency.png")
 
 
 def tail_ratios(cases: Sequence[Case]) -> list[dict[str, float | None]]:
@@ -204,78 +300,66 @@ def tail_ratios(cases: Sequence[Case]) -> list[dict[str, float | None]]:
     return found
 
 
-def main() -> None:
-    loads, rates = numbers(_LOADS), numbers(_RATES)
-    is_quick = _QUICK.value
-    mix = Mix(
-        preset(_NUM_REQUESTS, is_quick, quick=18, full=48),
-        _LONG_EVERY.value,
-        _LONG_PROMPT.value,
-        _LONG_OUTPUT.value,
-        _SHORT_PROMPT.value,
-        _SHORT_OUTPUT.value,
-    )
-    config = load_config(_MODEL.value)
-    if mix.max_len > config.max_position_embeddings:
+def main(config: Config) -> None:
+    model = load_config(config.model)
+    if config.max_len > model.max_position_embeddings:
         raise ValueError(
-            f"prompts and outputs of up to {mix.max_len} tokens are beyond the "
-            f"{config.max_position_embeddings} that {config.name} was made for; lower --long_prompt"
+            f"prompts and outputs of up to {config.max_len} tokens are beyond the "
+            f"{model.max_position_embeddings} that {model.name} was made for; lower --long_prompt"
         )
-    out_dir = reporting.make_out_dir(_OUT_DIR.value)
-    requests = mix.requests(VocabRange(0, config.vocab_size), _SEED.value)
-    model = load_model(_MODEL.value)
-    engine = make_engine(model, mix, requests, **SYSTEMS["chunked"])
-    try:
-        capacity = len(requests) / run_system(engine, requests, None).wall_s
-        objective = objective_of(engine, mix)
-    finally:
-        engine.close()
-    if rates is None:
-        multiples = loads or ([0.5, 1.5] if is_quick else [0.4, 0.8, 1.6])
-        rates = [multiple * capacity for multiple in multiples]
+    [(capacity, objective)] = grid(
+        partial(measure_capacity, config=config), ["chunked"], config, unit="run"
+    )
+    rates = sorted(config.rates or (load * capacity for load in config.loads))
     admission = {
         "target_inter_token_s": objective.gap_s,
         # As many as have their first token in time (Little's law).
         "max_num_waiting": max(1, round(capacity * objective.ttft_s)),
     }
-    cases: list[Case] = []
-    for system, options in (SYSTEMS | {"admission": admission}).items():
-        engine = make_engine(model, mix, requests, **options)
-        try:
-            for rate in rates:
-                cases.append(case_of(system, rate, run_system(engine, requests, rate), objective))
-        finally:
-            engine.close()
+    systems = list((SYSTEMS | {"admission": admission}).items())
+    measured = partial(measure, config=config, rates=rates, objective=objective)
+    cases = [case for own in grid(measured, systems, config, unit="system") for case in own]
 
-    rows = [case._asdict() for case in cases]
+    requests = load(config)[1]
     ratios = tail_ratios(cases)
-    reporting.print_table(
-        f"{config.name}: {len(requests)} requests, {mix.num_long(requests)} of them with "
-        f"{mix.long_prompt} tokens of prompt",
+    print_table(
+        f"{model.name}: {len(requests)} requests, {config.num_long(requests)} of them with "
+        f"{config.long_prompt} tokens of prompt",
         COLUMNS,
         cases,
     )
-    reporting.print_table(
-        "p99 between two tokens: chunked over whole prompts",
-        list(ratios[0]),
-        [list(row.values()) for row in ratios],
-    )
+    print_rows("p99 between two tokens: chunked over whole prompts", ratios)
     print(
         f"objective: first token within {objective.ttft_s:.3g} s, gaps within "
         f"{objective.gap_s:.3g} s; {capacity:.3g} requests/s when all are there at the start"
     )
-    reporting.write_cases(
-        rows,
-        out_dir,
-        _QUICK,
+    write_results(
+        cases,
+        config,
         objective=objective._asdict(),
         capacity=capacity,
-        long_requests=mix.num_long(requests),
+        long_requests=config.num_long(requests),
         gap_p99_ratios=ratios,
     )
-    plot(cases, objective, str(out_dir / "tail_latency.png"))
-    print(f"results in {out_dir}")
+    plot(cases, objective, config.out_dir)
+
+
+def claims(results: dict[str, Any]) -> list[Claim]:
+    """What chunks save of the longest gaps; the paper gives no figure of it."""
+    ratios = [row["ratio"] for row in results["gap_p99_ratios"] if row["ratio"] is not None]
+    if not ratios:
+        return []
+    return [
+        Claim(
+            "p99 of the time between two tokens, chunked over whole prompts",
+            "-",
+            f"{min(ratios):.2f} to {max(ratios):.2f}",
+            "below 1 at every rate",
+            max(ratios) < 1,
+            "few requests",
+        )
+    ]
 
 
 if __name__ == "__main__":
-    reporting.run(main)
+    run(main, Config)

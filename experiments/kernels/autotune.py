@@ -3,12 +3,12 @@
     python -m experiments.kernels.autotune --geometry=llama3-8b --batch=64 --context=4096
     python -m experiments.kernels.autotune --impl=triton --dtype=float32 --block_size=4
 
-From the tuning that the kernel would choose, groups of parameters are varied in turn, every
-combination of a group, until none is faster. Each candidate runs in a process that is killed when
-it takes too long; its values are compared with float32 attention before it is timed. The fastest
-is then timed once more beside the present choice, for longer, and its entry is written where it
-is faster by --least_gain. Times of GPUs that are not here are not guessed: without one, --dry_run
-shows the search in the interpreter, on whose times nothing depends, and writes no entry.
+The search starts at the tuning that the kernel would choose. It varies groups of parameters in
+turn, every combination of a group, until none is faster. Each candidate runs in a process that is
+killed when it takes too long; its values are compared with float32 attention before it is timed.
+The fastest is then timed once more beside the present choice, for longer, and its entry is written
+where it is faster by --least_gain. Times of GPUs that are not here are not guessed: without one,
+--dry_run shows the search in the interpreter, on whose times nothing depends, and writes no entry.
 
 A kernel without a table (triton) gets no entry: its rule is in its file. --out_dir gets
 results.json and results.csv with a row for each candidate, and candidates.jsonl as they come.
@@ -19,16 +19,19 @@ import json
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from itertools import product
 from pathlib import Path
 from typing import Any
 
 import jax.numpy as jnp
-from absl import flags
 
-from experiments.kernels.gpu_checks import spoils_process
+from experiments.kernels.gpu_plan import spoils_process
+from experiments.kernels.measure import facts_from
 from experiments.kernels.shapes import GEOMETRIES, Shape, parse_geometry
-from experiments.lib import reporting
+from experiments.lib.experiment import run
+from experiments.lib.options import Options, option
+from experiments.lib.reporting import write_jsonl, write_results
 from pallas_kernels.lab.worker import Outcome, Worker
 from pallas_kernels.paged_attention import (
     IMPLEMENTATIONS,
@@ -40,7 +43,7 @@ from pallas_kernels.paged_attention import (
 from pallas_kernels.paged_attention.mosaic_gpu import tuning
 from pallas_kernels.targets import Target
 
-# What is tried of each parameter that a kernel's tuning has, and which are varied together.
+# The values that are tried of each parameter, and the parameters that are varied together.
 CHOICES: dict[str, Sequence[int]] = {
     "block_kv": (16, 32, 64, 128, 256),
     "kv_heads": (1, 2, 4, 8),
@@ -57,7 +60,7 @@ GROUPS = (
 )
 
 TABLE = Path(tuning.__file__).with_name("tuning_table.json")
-TABLE_IMPLS = ("mosaic_gpu",)  # whose choice the table is
+TABLE_IMPLS = ("mosaic_gpu",)  # the kernels that read the table
 
 
 def neighbours[T](start: T, group: Sequence[str]) -> Iterator[T]:
@@ -71,9 +74,9 @@ def neighbours[T](start: T, group: Sequence[str]) -> Iterator[T]:
 
 
 def search[T](start: T, measure: Callable[[T], float]) -> T:
-    """The fastest found by varying one group after the other until nothing is gained.
+    """The fastest tuning, found by varying one group after the other until nothing is gained.
 
-    `measure` gives seconds, or infinity for what does not do.
+    `measure` gives seconds, or infinity for a tuning that does not work.
     """
     times = {start: measure(start)}
     best = start
@@ -89,27 +92,31 @@ def search[T](start: T, measure: Callable[[T], float]) -> T:
 
 
 def write_entry(path: Path, key: str, entry: Mapping[str, int]) -> None:
-    """Put an entry into a table, whose others stay; sorted by key."""
+    """Put an entry into a table, which is sorted by key and keeps its other entries."""
     table = json.loads(path.read_text()) if path.exists() else {}
     table[key] = dict(entry)
     path.write_text(json.dumps(dict(sorted(table.items())), indent=2) + "\n")
 
 
-_IMPL = flags.DEFINE_string("impl", "mosaic_gpu", "The kernel to tune.")
-_GEOMETRY = flags.DEFINE_string(
-    "geometry", "llama3-8b", f"{', '.join(GEOMETRIES)}, or query heads/KV heads/head size."
-)
-_BATCH = flags.DEFINE_integer("batch", 64, "Sequences.", lower_bound=1)
-_CONTEXT = flags.DEFINE_integer("context", 4096, "Tokens of each.", lower_bound=1)
-_BLOCK_SIZE = flags.DEFINE_integer("block_size", 16, "Tokens of a block.", lower_bound=1)
-_DTYPE = flags.DEFINE_enum("dtype", "bfloat16", ["bfloat16", "float16", "float32"], "Of all.")
-_TABLE = flags.DEFINE_string("table", str(TABLE), "The table that gets the entry.")
-_LEAST_GAIN = flags.DEFINE_float("least_gain", 0.01, "Part of the time to save, for an entry.")
-_SECONDS = flags.DEFINE_float("seconds", 0.05, "How long to time a candidate.", lower_bound=0)
-_TIME_LIMIT_S = flags.DEFINE_float("time_limit_s", 300, "For the ", lower_bound=1)
-_CHECK_LIMIT_S = flags.DEFINE_float("check_limit_s", 40, "For one candidate.", lower_bound=1)
-_DRY_RUN = flags.DEFINE_bool("dry_run", False, "Without a GPU, in the interpreter; no entry.")
-_OUT_DIR = flags.DEFINE_string("out_dir", "out/autotune", "Where the results go.")
+@dataclass(frozen=True, kw_only=True)
+class Config(Options):
+    impl: str = option("mosaic_gpu", "This kernel is tuned.")
+    geometry: str = option(
+        "llama3-8b",
+        f"Heads of attention: {', '.join(GEOMETRIES)}, or query heads/KV heads/head size.",
+    )
+    batch: int = option(64, "So many sequences attend.", least=1)
+    context: int = option(4096, "Each sequence has so many tokens.", least=1)
+    block_size: int = option(16, "A block has so many tokens.", least=1)
+    dtype: str = option(
+        "bfloat16", "All arrays have this dtype.", choices=("bfloat16", "float16", "float32")
+    )
+    table: str = option(str(TABLE), "The table that gets the entry.")
+    least_gain: float = option(0.01, "An entry has to save at least this part of the time.")
+    seconds: float = option(0.05, "A candidate is timed for so long (s).", least=0)
+    time_limit_s: float = option(300.0, "The search ends after so long (s).", quick=60.0, least=1)
+    check_limit_s: float = option(40.0, "One candidate may take so long (s).", least=1)
+    dry_run: bool = option(False, "Search without a GPU, in the interpreter, and write no entry.")
 
 
 class Tuner:
@@ -118,40 +125,39 @@ class Tuner:
     The rows so far are always in out_dir/candidates.jsonl.
     """
 
-    def __init__(
-        self, worker: Worker, impl: str, shape: Shape, facts: Mapping[str, Any], out_dir: Path
-    ):
-        self.worker, self.impl, self.shape, self.facts = worker, impl, shape, facts
-        self.out_dir = out_dir
+    def __init__(self, worker: Worker, shape: Shape, facts: Mapping[str, Any], config: Config):
+        self.worker, self.shape, self.facts, self.config = worker, shape, facts, config
         self.rows: list[dict[str, Any]] = []
-        self.deadline = time.monotonic() + _TIME_LIMIT_S.value
+        self.deadline = time.monotonic() + config.time_limit_s
 
     def call(self, candidate: Any | None = None) -> Call:
-        """What the kernel is asked to do."""
+        """The call that the kernel gets with this tuning."""
         shape, (Hq, Hk, D) = self.shape, self.shape.geometry
-        options = AttentionOptions(D**-0.5, interpret=_DRY_RUN.value, tuning=candidate)
+        options = AttentionOptions(D**-0.5, interpret=self.config.dry_run, tuning=candidate)
         M = shape.blocks_per_row
         return Call(
-            *(shape.batch, 1, Hq, Hk, cache_head_size(self.impl, D)),
+            *(shape.batch, 1, Hq, Hk, cache_head_size(self.config.impl, D)),
             *(shape.block_size, shape.batch * M, M, jnp.dtype(shape.dtype)),
             *(options, self.facts["target"]),
         )
 
     def seconds(self, candidate: Any) -> float:
-        """Of a call; infinity where the candidate does not do, or the time is up."""
+        """A call's time; infinity where the candidate does not work, or the search's time is up."""
         if time.monotonic() > self.deadline:
             return math.inf
-        return self.measure(candidate, _SECONDS.value)
+        return self.measure(candidate, self.config.seconds)
 
     def measure(self, candidate: Any, seconds: float) -> float:
         """Time a candidate for about `seconds`."""
-        if reason := refusal(self.impl, self.call(candidate)):
+        impl, interpret = self.config.impl, self.config.dry_run
+        if reason := refusal(impl, self.call(candidate)):
             return self._enter(candidate, Outcome("raised", reason=f"refused: {reason}"))
-        settings = (self.facts["copy_gb_per_s"], seconds, _DRY_RUN.value, candidate)
+        arguments = (
+            *(impl, self.shape, self.facts["copy_gb_per_s"], seconds, interpret, candidate),
+            self.config.seed,
+        )
         outcome = self.worker.call(
-            "experiments.kernels.gpu_jobs:latency",
-            (self.impl, self.shape, *settings),
-            _CHECK_LIMIT_S.value,
+            "experiments.kernels.measure:measure", arguments, self.config.check_limit_s
         )
         if spoils_process(f"{outcome.status}: {outcome.reason}"):
             self.worker.close()
@@ -161,52 +167,49 @@ class Tuner:
         row = outcome.value
         time_us = row.time_us if row is not None else None
         verdict = row.verdict if row is not None else outcome.reason or outcome.status
-        self.rows.append({**dataclasses.asdict(candidate), "time_us": time_us, "verdict": verdict})
-        reporting.write_jsonl(self.out_dir, "candidates.jsonl", self.rows)
+        self.rows.append({**asdict(candidate), "time_us": time_us, "verdict": verdict})
+        write_jsonl(self.config.out_dir, "candidates.jsonl", self.rows)
         figure = "no time" if time_us is None else f"{time_us:.1f} µs"
         print(f"{figure}, {candidate}: {verdict}", flush=True)
         return math.inf if time_us is None else 1e-6 * time_us
 
 
-def main() -> None:
+def main(config: Config) -> None:
     shape = Shape(
-        parse_geometry(_GEOMETRY.value),
-        *(_BATCH.value, _CONTEXT.value, _BLOCK_SIZE.value, _DTYPE.value),
+        parse_geometry(config.geometry),
+        *(config.batch, config.context, config.block_size, config.dtype),
     )
-    module = IMPLEMENTATIONS.module(_IMPL.value)
+    module = IMPLEMENTATIONS.module(config.impl)
     if not hasattr(module, "default_tuning"):
-        raise ValueError(f"attention {_IMPL.value!r} has nothing to tune")
-    out_dir = reporting.make_out_dir(_OUT_DIR.value)
+        raise ValueError(f"attention {config.impl!r} has nothing to tune")
     with Worker() as worker:
-        outcome = worker.call("experiments.kernels.gpu_jobs:facts", (), 120)
-        if outcome.value is None:
-            raise ValueError(f"JAX does not start: {outcome.reason}\n{outcome.details}")
-        target: Target | None = outcome.value["target"]
-        if target is None and not _DRY_RUN.value:
+        facts = facts_from(worker)
+        target: Target | None = facts["target"]
+        if target is None and not config.dry_run:
             raise ValueError(
                 "no GPU here, and how fast a kernel is can only be measured on one; registers and "
                 "occupancy (experiments.kernels.check) do not order tunings by their speed. "
                 "--dry_run shows the search in the interpreter"
             )
-        if target is not None and _DRY_RUN.value:
+        if target is not None and config.dry_run:
             raise ValueError(f"--dry_run is for a machine without a GPU; here is a {target.name}")
-        tuner = Tuner(worker, _IMPL.value, shape, outcome.value, out_dir)
+        tuner = Tuner(worker, shape, facts, config)
         start = module.default_tuning(tuner.call())
         best = search(start, tuner.seconds)
-        again = {each: tuner.measure(each, 10 * _SECONDS.value) for each in {start, best}}
+        again = {each: tuner.measure(each, 10 * config.seconds) for each in {start, best}}
     if math.isinf(again[best]):
-        raise ValueError(f"no tuning of {_IMPL.value} does {shape}: {tuner.rows[-1]['verdict']}")
+        raise ValueError(f"no tuning of {config.impl} does {shape}: {tuner.rows[-1]['verdict']}")
 
     gain = 1 - again[best] / again[start]
     print(f"{shape}: {best}, {100 * gain:.1f} % faster than {start}")
-    reporting.write_cases(tuner.rows, out_dir, _IMPL, best=best, start=start, gain=gain)
-    if target is None or _IMPL.value not in TABLE_IMPLS or not gain > _LEAST_GAIN.value:
+    write_results(tuner.rows, config, best=best, start=start, gain=gain)
+    if target is None or config.impl not in TABLE_IMPLS or not gain > config.least_gain:
         print("no entry written")
     else:
         key = tuning.table_key(tuner.call(), target)
-        write_entry(Path(_TABLE.value), key, dataclasses.asdict(best))
-        print(f"entry {key!r} written to {_TABLE.value}")
+        write_entry(Path(config.table), key, asdict(best))
+        print(f"entry {key!r} written to {config.table}")
 
 
 if __name__ == "__main__":
-    reporting.run(main)
+    run(main, Config)

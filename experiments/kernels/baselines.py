@@ -1,6 +1,7 @@
-"""What is measured beside one another: our kernels, the contiguous one, JAX's and cuDNN's.
+"""Implementations of attention that are measured side by side: paged attention and its baselines.
 
-Each takes its inputs in the layout it wants, which is made before anything is timed.
+The baselines read contiguous caches, or are the paged kernels of JAX and of cuDNN. Each has its
+inputs in its own layout, which is made before anything is timed.
 """
 
 import dataclasses
@@ -28,29 +29,29 @@ from pallas_kernels.paged_attention import (
 )
 
 
-class Contender(NamedTuple):
-    """An implementation, ready for a shape; all its variants compute the same.
+class Attention(NamedTuple):
+    """An implementation that is ready for a shape. All its variants compute the same.
 
-    prepare: inputs and a seed (for the order of blocks) -> the arguments of every variant.
-    variants: by the settings that tell them apart; ``(*arguments) -> [B, T, Hq, D]``.
+    prepare: inputs and a seed of the blocks' order -> the arguments of every variant.
+    variants: name of the settings -> a function ``(*arguments) -> [B, T, Hq, D]``.
     """
 
     prepare: Callable[[Inputs, int], Arguments]
     variants: Mapping[str, Callable[..., Array]]
 
 
-def contender(
+def attention_for(
     name: str, shape: Shape, *, interpret: bool = False, tuning: Any | None = None
-) -> Contender:
-    """Of a name in `OTHERS`, or an implementation of paged attention.
+) -> Attention:
+    """A baseline or an implementation of paged attention, by its name.
 
     `Unsupported` says why it cannot do the shape here, ValueError that there is no such name.
     """
     scale = 1 / math.sqrt(shape.geometry.head_size)
-    if name in OTHERS:
+    if name in BASELINES:
         if shape.queries > 1 and name != "contiguous":
             raise Unsupported(f"{name} is here for decoding, not for {shape.queries} queries")
-        return OTHERS[name](shape, scale, interpret)
+        return BASELINES[name](shape, scale, interpret)
 
     def attend(q: Array, k: Array, v: Array, tables: Array, lens: Array) -> Array:
         return paged_prefill_attention(
@@ -62,18 +63,18 @@ def contender(
         ).out
 
     width = cache_head_size(name, shape.geometry.head_size)
-    return Contender(partial(paged, shape=shape, cache_head_size=width), {"": attend})
+    return Attention(partial(paged, shape=shape, cache_head_size=width), {"": attend})
 
 
 def check_name(name: str) -> None:
-    """ValueError unless `contender` knows the name; a dotted one is a kernel's module."""
-    if "." not in name and name not in (*IMPLEMENTATIONS, *OTHERS):
-        known = ", ".join((*IMPLEMENTATIONS, *OTHERS))
+    """ValueError unless `attention_for` knows the name; a dotted one is a kernel's module."""
+    if "." not in name and name not in (*IMPLEMENTATIONS, *BASELINES):
+        known = ", ".join((*IMPLEMENTATIONS, *BASELINES))
         raise ValueError(f"unknown attention {name!r}; choose of {known}, or name a module")
 
 
-def contiguous(shape: Shape, scale: float, interpret: bool) -> Contender:
-    """The kernel body of `mosaic_gpu` over caches ``[B, Hk, L, D]``, tuned as it is."""
+def contiguous(shape: Shape, scale: float, interpret: bool) -> Attention:
+    """The kernel body of `mosaic_gpu`, with the same tuning, over caches ``[B, Hk, L, D]``."""
     from pallas_kernels.paged_attention.mosaic_gpu.contiguous import contiguous_attention
     from pallas_kernels.paged_attention.mosaic_gpu.tuning import default_tuning
 
@@ -92,10 +93,10 @@ def contiguous(shape: Shape, scale: float, interpret: bool) -> Contender:
         tuned = dataclasses.replace(options, tuning=tuning)
         return contiguous_attention(q, k, v, lens, lens - T, options=tuned, block_size=S).out
 
-    return Contender(prepare, {"": attend})
+    return Attention(prepare, {"": attend})
 
 
-def xla_contiguous(shape: Shape, scale: float, interpret: bool) -> Contender:
+def xla_contiguous(shape: Shape, scale: float, interpret: bool) -> Attention:
     """Two plain products over caches ``[B, Hk, L, D]``."""
 
     def attend(q: Array, k: Array, v: Array, context_lens: Array) -> Array:
@@ -109,10 +110,10 @@ def xla_contiguous(shape: Shape, scale: float, interpret: bool) -> Contender:
         weights = jax.nn.softmax(scores, axis=-1).astype(v.dtype)
         return jnp.einsum("bhgl,bhld->bhgd", weights, v).reshape(q.shape)
 
-    return Contender(lambda inputs, seed: inputs, {"": attend})
+    return Attention(lambda inputs, seed: inputs, {"": attend})
 
 
-def jax_paged(shape: Shape, scale: float, interpret: bool) -> Contender:
+def jax_paged(shape: Shape, scale: float, interpret: bool) -> Attention:
     """JAX's own paged attention (Pallas Triton), with its default of 16 splits and with fewer."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)
@@ -123,7 +124,7 @@ def jax_paged(shape: Shape, scale: float, interpret: bool) -> Contender:
 
     def prepare(inputs: Inputs, seed: int) -> Arguments:
         q, k, v, tables, lens = paged(inputs, seed, shape=shape, cache_head_size=D)
-        # It knows no scale.
+        # The kernel has no scale.
         return q[:, 0] * scale, k.swapaxes(0, 1), v.swapaxes(0, 1), tables, lens
 
     def attend(*arguments: Array, **settings: int) -> Array:
@@ -138,10 +139,10 @@ def jax_paged(shape: Shape, scale: float, interpret: bool) -> Contender:
             variants[f"{k_splits} splits"] = partial(
                 attend, k_splits=k_splits, pages_per_compute_block=blocks
             )
-    return Contender(prepare, variants)
+    return Attention(prepare, variants)
 
 
-def cudnn_paged(shape: Shape, scale: float, interpret: bool) -> Contender:
+def cudnn_paged(shape: Shape, scale: float, interpret: bool) -> Attention:
     """cuDNN's paged attention, as JAX calls it; it takes our layout as it is."""
     cudnn = _cudnn()
     D = shape.geometry.head_size
@@ -159,10 +160,10 @@ def cudnn_paged(shape: Shape, scale: float, interpret: bool) -> Contender:
         )
         return out.swapaxes(1, 2)
 
-    return Contender(prepare, {"": attend})
+    return Attention(prepare, {"": attend})
 
 
-def cudnn_contiguous(shape: Shape, scale: float, interpret: bool) -> Contender:
+def cudnn_contiguous(shape: Shape, scale: float, interpret: bool) -> Attention:
     """cuDNN's attention over contiguous caches, through `jax.nn.dot_product_attention`."""
     _cudnn()
 
@@ -179,13 +180,13 @@ def cudnn_contiguous(shape: Shape, scale: float, interpret: bool) -> Contender:
             implementation="cudnn",
         )
 
-    return Contender(prepare, {"": attend})
+    return Attention(prepare, {"": attend})
 
 
 # These read caches [B, Hk, L, D]: no block size matters to them.
 CONTIGUOUS = ("contiguous", "xla_contiguous", "cudnn_contiguous")
 
-OTHERS: dict[str, Callable[[Shape, float, bool], Contender]] = {
+BASELINES: dict[str, Callable[[Shape, float, bool], Attention]] = {
     "contiguous": contiguous,
     "xla_contiguous": xla_contiguous,
     "cudnn_contiguous": cudnn_contiguous,

@@ -22,106 +22,113 @@ and results.csv with a row for each case.
 
 import os
 import secrets
-import sys
 from collections import Counter
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import jax
 import numpy as np
-from absl import flags
 from tqdm import tqdm
 
-from experiments.lib import reporting
+from experiments.lib.experiment import run
+from experiments.lib.options import Options, option
+from experiments.lib.reporting import print_rows, write_results
 from pallas_kernels import targets
 from pallas_kernels.lab import aot, ptx, worker
 from pallas_kernels.lab.checks import OPS, CheckResult, lab_of
 from pallas_kernels.targets import TARGETS
 
-_IMPL = flags.DEFINE_list("impl", None, "Implementations: registered names or modules.")
-_OP = flags.DEFINE_enum("op", "attention", list(OPS), "What they implement.")
-_CHECKS = flags.DEFINE_list("checks", ["values", "lowering"], "Which checks to run.")
-_CASE = flags.DEFINE_string("case", "", "Run only cases with this in their name.")
-_TARGET = flags.DEFINE_list("target", list(TARGETS), "GPUs to lower and compile for.")
-_INTERPRET = flags.DEFINE_boolean(
-    "interpret", None, "Interpret kernels on the CPU; by default where there is no GPU."
-)
-_SEED = flags.DEFINE_integer("seed", None, "Of the inputs; by default a new one.", lower_bound=0)
-_TIMEOUT_S = flags.DEFINE_float("timeout_s", 60, "Of one case, in seconds.", lower_bound=0.1)
-_WORKERS = flags.DEFINE_integer(
-    "workers", min(os.cpu_count() or 1, 8), "Processes at once.", lower_bound=1
-)
-_OUT_DIR = flags.DEFINE_string("out_dir", "out/kernel_check", "Where the results go.")
-flags.mark_flag_as_required("impl")
-
+CHECKS = {
+    "values": "pallas_kernels.lab.checks:check_random_values",
+    "lowering": "pallas_kernels.lab.checks:check_lowering",
+}
 FAULTS_SHOWN, DETAIL_LINES = 10, 20
 GOOD = ("pass", "refused")
 RACES = {None: None, False: "none", True: "found"}
 SHORT_NAMES = {"cp.async.bulk.tensor": "TMA", "fence.proxy.async": "fence.proxy"}
 
+Row = dict[str, Any]  # of results.json
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config(Options):
+    impl: tuple[str, ...] = option(None, "Registered names or modules of the implementations.")
+    op: str = option("attention", "The implementations implement this op.", choices=OPS)
+    checks: tuple[str, ...] = option(
+        tuple(CHECKS), "These checks run.", quick=("values",), choices=CHECKS
+    )
+    case: str = option("", "Only cases with this text in their name run.")
+    target: tuple[str, ...] = option(
+        tuple(TARGETS), "Kernels are lowered and compiled for these GPUs.", choices=TARGETS
+    )
+    interpret: bool | None = option(
+        None, "Kernels are interpreted on the CPU. By default they are where there is no GPU."
+    )
+    timeout_s: float = option(60.0, "A case may take so long (s).", least=0.1)
+    workers: int = option(min(os.cpu_count() or 1, 8), "So many processes run at once.", least=1)
+    seed: int = option(secrets.randbits(32), "Seed of the inputs. By default a new one.", least=0)
+    out_dir: str = option("out/kernel_check", "Folder for the results.")
+
 
 @dataclass(frozen=True)
 class Task:
-    """One check of one case, and where it runs or what it is for."""
+    """One check of one case, and the device that it runs on or the GPU that it is for."""
 
-    kind: str  # "values" or "lowering"
+    kind: str  # of `CHECKS`
     impl: str
     spec: Any
-    where: str  # a device or a target
-    call: tuple[str, tuple[Any, ...]]  # for a worker
+    where: str
+    arguments: tuple[Any, ...]
 
 
-def tasks(device: str, interpret: bool, seed: int) -> list[Task]:
-    """All that the flags ask for; ValueError if that is nothing."""
-    op, lab = _OP.value, lab_of(_OP.value)
-    compile = aot.is_available()
-    found = []
-    for impl in _IMPL.value:
-        if "values" in _CHECKS.value:
-            seeds = np.random.SeedSequence(seed).generate_state(len(lab.VALUE_SPECS))
-            for spec, own_seed in zip(lab.VALUE_SPECS, map(int, seeds), strict=True):
-                args = (impl, spec, own_seed, interpret, op)
-                call = ("pallas_kernels.lab.checks:check_random_values", args)
-                found.append(Task("values", impl, spec, device, call))
-        if "lowering" in _CHECKS.value:
-            for spec in lab.COMPILE_SPECS:
-                for target in _TARGET.value:
-                    call = (
-                        "pallas_kernels.lab.checks:check_lowering",
-                        (impl, spec, target, compile, op),
-                    )
-                    found.append(Task("lowering", impl, spec, target, call))
-    chosen = [task for task in found if _CASE.value in task.spec.name]
+def tasks(config: Config, device: str, interpret: bool) -> list[Task]:
+    """All that the options ask for; ValueError if that is nothing."""
+    lab, compile = lab_of(config.op), aot.is_available()
+    seeds = np.random.SeedSequence(config.seed).generate_state(len(lab.VALUE_SPECS))
+    found: list[Task] = []
+    for impl in config.impl:
+        if "values" in config.checks:
+            found += [
+                Task("values", impl, spec, device, (impl, spec, int(seed), interpret, config.op))
+                for spec, seed in zip(lab.VALUE_SPECS, seeds, strict=True)
+            ]
+        if "lowering" in config.checks:
+            found += [
+                Task("lowering", impl, spec, target, (impl, spec, target, compile, config.op))
+                for spec in lab.COMPILE_SPECS
+                for target in config.target
+            ]
+    chosen = [task for task in found if config.case in task.spec.name]
     if not chosen:
         names = dict.fromkeys(task.spec.name for task in found)
-        raise ValueError(f"no case has {_CASE.value!r} in its name; there are {', '.join(names)}")
+        raise ValueError(f"no case has {config.case!r} in its name; there are {', '.join(names)}")
     return chosen
 
 
-def run(todo: list[Task], interpret: bool) -> list[tuple[CheckResult, float]]:
-    """The tasks' results, in their order, and how long each took in seconds."""
-    results: dict[int, tuple[CheckResult, float]] = {}
-    on_device = [] if interpret else [i for i, task in enumerate(todo) if task.kind == "values"]
-    on_host = [i for i in range(len(todo)) if i not in on_device]
+def run_tasks(todo: list[Task], config: Config, interpret: bool) -> list[worker.Outcome]:
+    """The outcomes of the tasks, in their order."""
+    on_device = [task for task in todo if task.kind == "values" and not interpret]
+    on_host = [task for task in todo if task.kind != "values" or interpret]
+    outcomes: dict[Task, worker.Outcome] = {}
     with tqdm(total=len(todo), unit="case") as bar:
         # One process at a time has the GPU.
-        for indices, num_workers, env in (
+        for own, num_workers, env in (
             (on_device, 1, {}),
-            (on_host, _WORKERS.value, {"JAX_PLATFORMS": "cpu"}),
+            (on_host, config.workers, {"JAX_PLATFORMS": "cpu"}),
         ):
-            calls = [todo[i].call for i in indices]
-            ended = worker.run_all(calls, _TIMEOUT_S.value, num_workers=num_workers, env=env)
-            for position, outcome in ended:
-                task = todo[indices[position]]
-                results[indices[position]] = (result_of(outcome), outcome.seconds)
+            calls = [(CHECKS[task.kind], task.arguments) for task in own]
+            ended = worker.run_all(calls, config.timeout_s, num_workers=num_workers, env=env)
+            for index, outcome in ended:
+                task = own[index]
+                outcomes[task] = outcome
                 bar.set_postfix_str(f"{task.impl} {task.spec.name} {task.where}")
                 bar.update()
-    return [results[i] for i in range(len(todo))]
+    return [outcomes[task] for task in todo]
 
 
 def result_of(outcome: worker.Outcome) -> CheckResult:
-    """A check's result, or what became of it."""
+    """A check's result, or the verdict on a call that did not return one."""
     if outcome.status == "returned":
         result: CheckResult = outcome.value
         return result
@@ -129,9 +136,11 @@ def result_of(outcome: worker.Outcome) -> CheckResult:
     return CheckResult(verdict, outcome.reason, outcome.details)
 
 
-def row(task: Task, result: CheckResult, seconds: float) -> dict[str, Any]:
-    """One line of results.json; None where a check has no such figure."""
-    instructions = result.instructions or {}
+def row_of(task: Task, outcome: worker.Outcome) -> Row:
+    """One row of results.json; None where a check has no such figure."""
+    figures = asdict(result_of(outcome))
+    del figures["details"]
+    instructions = figures.pop("instructions") or {}
     return {
         "check": task.kind,
         "implementation": task.impl,
@@ -139,43 +148,26 @@ def row(task: Task, result: CheckResult, seconds: float) -> dict[str, Any]:
         "shape": task.spec.shape,
         "dtype": task.spec.dtype,
         "where": task.where,
-        "verdict": result.verdict,
-        "reason": result.reason,
-        "error": result.error,
-        "tolerance": result.tolerance,
-        "races": result.races,
-        "kernels": result.kernels,
-        "registers": result.registers,
-        "spills": result.spills,
-        "shared_memory": result.shared_memory,
-        "programs_per_core": result.programs_per_core,
-        "limited_by": result.limited_by,
-        "occupancy": result.occupancy,
+        **figures,
         **{name: instructions.get(name) for name in ptx.INSTRUCTIONS},
-        "seconds": seconds,
+        "seconds": outcome.seconds,
     }
 
 
-def print_tables(rows: list[dict[str, Any]]) -> None:
+def print_tables(rows: Sequence[Row]) -> None:
     """For each implementation a table of each kind of check."""
     for impl in dict.fromkeys(row["implementation"] for row in rows):
-        own = [row for row in rows if row["implementation"] == impl]
-        if values := [row for row in own if row["check"] == "values"]:
-            print_lines(f"{impl}: values on {values[0]['where']}", map(values_line, values))
-        if lowered := [row for row in own if row["check"] == "lowering"]:
-            print_lines(f"{impl}: lowering", map(lowering_line, lowered))
+        for kind, line_of in (("values", values_line), ("lowering", lowering_line)):
+            own = [row for row in rows if (row["implementation"], row["check"]) == (impl, kind)]
+            if own:
+                where = f" on {own[0]['where']}" if kind == "values" else ""
+                print_rows(f"{impl}: {kind}{where}", map(line_of, own))
     if (reason := aot.missing()) and any(row["check"] == "lowering" for row in rows):
         print(f"no machine code was looked at: {reason}")
 
 
-def print_lines(title: str, lines: Iterable[dict[str, object]]) -> None:
-    """A table of lines, which have the columns of the first."""
-    lines = list(lines)
-    reporting.print_table(title, list(lines[0]), [list(line.values()) for line in lines])
-
-
-def values_line(row: dict[str, Any]) -> dict[str, object]:
-    """What a table of values shows."""
+def values_line(row: Row) -> Row:
+    """The columns of a table of values."""
     return {
         **{name: row[name] for name in ("case", "shape", "dtype", "error", "tolerance")},
         "races": RACES[row["races"]],
@@ -184,8 +176,8 @@ def values_line(row: dict[str, Any]) -> dict[str, object]:
     }
 
 
-def lowering_line(row: dict[str, Any]) -> dict[str, object]:
-    """What a table of lowering shows."""
+def lowering_line(row: Row) -> Row:
+    """The columns of a table of lowering."""
     return {
         "case": row["case"],
         "GPU": row["where"],
@@ -197,35 +189,34 @@ def lowering_line(row: dict[str, Any]) -> dict[str, object]:
     }
 
 
-def verdict_of(row: dict[str, Any]) -> str:
+def verdict_of(row: Row) -> str:
     """The verdict, with the reason of a refusal; faults' reasons stand below the tables."""
     return f"refused: {row['reason']}" if row["verdict"] == "refused" else row["verdict"]
 
 
-def occupancy_of(row: dict[str, Any]) -> str | None:
+def occupancy_of(row: Row) -> str | None:
     """Programs that a core runs at once, what limits them, the part of its threads in use."""
     if row["occupancy"] is None:
         return None
     return f"{row['programs_per_core']} ({row['limited_by']}), {row['occupancy']:.0%}"
 
 
-def instructions_of(row: dict[str, Any]) -> str | None:
-    """What stands in the kernel, as "80 mma.sync, 4 TMA"; None if that is not known."""
+def instructions_of(row: Row) -> str | None:
+    """The kernel's instructions, as "80 mma.sync, 4 TMA"; None if they are not known."""
     if row["kernels"] == 0:
         return "no Pallas kernel"
     counts = [(row[name], SHORT_NAMES.get(name, name)) for name in ptx.INSTRUCTIONS]
     return ", ".join(f"{count} {name}" for count, name in counts if count) or None
 
 
-def faults(rows: list[dict[str, Any]], details: list[str]) -> list[dict[str, str]]:
-    """What makes the run fail: in words, and in detail, of which there is one for each row."""
+def faults(rows: Sequence[Row], details: Sequence[str]) -> list[dict[str, str]]:
+    """The faults that make the run fail, each in a line; `details` has the details of each row."""
     found = []
     for row, detail in zip(rows, details, strict=True):
         if row["verdict"] not in GOOD:
             where = f"{row['implementation']}, {row['case']}, {row['where']}"
-            found.append(
-                {"fault": f"{where}: {row['verdict']}: {row['reason']}", "details": detail}
-            )
+            fault = f"{where}: {row['verdict']}: {row['reason']}"
+            found.append({"fault": fault, "details": detail})
     for impl in dict.fromkeys(row["implementation"] for row in rows):
         own = [row for row in rows if row["implementation"] == impl]
         # A GPU may lack what a kernel needs, so all lowering may be refused, but not all values.
@@ -236,8 +227,8 @@ def faults(rows: list[dict[str, Any]], details: list[str]) -> list[dict[str, str
     return found
 
 
-def print_faults(found: list[dict[str, str]]) -> None:
-    """A line for each of the first ones, and the end of what the first one has of detail."""
+def print_faults(found: Sequence[dict[str, str]]) -> None:
+    """A line for each of the first faults, and the end of the first details."""
     for fault in found[:FAULTS_SHOWN]:
         print(fault["fault"])
     if len(found) > FAULTS_SHOWN:
@@ -247,38 +238,33 @@ def print_faults(found: list[dict[str, str]]) -> None:
         print("(the end of the first fault's details; all are in results.json)")
 
 
-def main() -> None:
-    if unknown := set(_CHECKS.value) - {"values", "lowering"}:
-        raise ValueError(f"--checks takes values and lowering, got {', '.join(sorted(unknown))}")
-    if unknown := set(_TARGET.value) - set(TARGETS):
-        raise ValueError(f"--target takes {', '.join(TARGETS)}, got {', '.join(sorted(unknown))}")
-    for impl in _IMPL.value:
+def main(config: Config) -> int:
+    if not config.impl:
+        raise ValueError("--impl: the name or the module of an implementation is needed")
+    for impl in config.impl:
         try:
-            lab_of(_OP.value).REGISTRY.module(impl)
+            lab_of(config.op).REGISTRY.module(impl)
         except ImportError as error:
             raise ValueError(f"cannot import the implementation {impl}: {error}") from error
-    out_dir = reporting.make_out_dir(_OUT_DIR.value)
     # The workers need the GPU's memory.
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
-    interpret = targets.current() is None if _INTERPRET.value is None else _INTERPRET.value
+    interpret = targets.current() is None if config.interpret is None else config.interpret
     device = "CPU" if interpret else jax.devices()[0].device_kind
-    seed = secrets.randbits(32) if _SEED.value is None else _SEED.value
 
-    todo = tasks(device, interpret, seed)
-    results = run(todo, interpret)
-    rows = [row(task, *result) for task, result in zip(todo, results, strict=True)]
+    todo = tasks(config, device, interpret)
+    outcomes = run_tasks(todo, config, interpret)
+    rows = [row_of(task, outcome) for task, outcome in zip(todo, outcomes, strict=True)]
 
     print_tables(rows)
-    found = faults(rows, [result.details for result, _ in results])
+    found = faults(rows, [result_of(outcome).details for outcome in outcomes])
     print_faults(found)
-    reporting.write_cases(rows, out_dir, _IMPL, seed=seed, interpret=interpret, faults=found)
-    for impl in _IMPL.value:
+    write_results(rows, config, seed=config.seed, interpret=interpret, faults=found)
+    for impl in config.impl:
         counts = Counter(row["verdict"] for row in rows if row["implementation"] == impl)
         print(f"{impl}: " + ", ".join(f"{count} {verdict}" for verdict, count in counts.items()))
-    print(f"--seed={seed} repeats the inputs; results in {out_dir}")
-    if found:
-        sys.exit(1)
+    print(f"--seed={config.seed} repeats the inputs")
+    return 1 if found else 0
 
 
 if __name__ == "__main__":
-    reporting.run(main)
+    run(main, Config)

@@ -20,83 +20,132 @@ import secrets
 import signal
 import sys
 import time
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
 
-from absl import flags
-
-from experiments.kernels import gpu_plan as plan
 from experiments.kernels import sanitizer
-from experiments.kernels.gpu_checks import Settings
+from experiments.kernels.gpu_plan import (
+    FIRST_SPECS,
+    OURS,
+    Check,
+    Settings,
+    chosen,
+    full_plan,
+    small_plan,
+    spoils_process,
+)
 from experiments.kernels.gpu_report import Report
-from experiments.kernels.gpu_runner import run_checks, run_sanitizer
-from experiments.lib import reporting
+from experiments.kernels.measure import facts_from
+from experiments.lib.experiment import run
+from experiments.lib.options import Options, option
 from pallas_kernels import extras
 from pallas_kernels.lab.worker import Worker
 
-_OUT_DIR = flags.DEFINE_string("out_dir", "out/gpu_check", "Where the results go.")
-_TIME_LIMIT_S = flags.DEFINE_float("time_limit_s", 340, "For everything.", lower_bound=1)
-_CHECK_LIMIT_S = flags.DEFINE_float("check_limit_s", 40, "For one check.", lower_bound=1)
-_SECONDS = flags.DEFINE_float("seconds", 0.1, "About how long a kernel is timed.", lower_bound=0)
-_IMPL = flags.DEFINE_list("impl", None, "Only these kernels and contenders; default: all.")
-_DRY_RUN = flags.DEFINE_bool("dry_run", False, "Tiny shapes and interpreted kernels, on a CPU.")
 
-START_LIMIT_S = 120.0
+@dataclass(frozen=True, kw_only=True)
+class Config(Options):
+    time_limit_s: float = option(340.0, "The checks end after so long (s).", quick=120.0, least=1)
+    check_limit_s: float = option(40.0, "One check may take so long (s).", least=1)
+    seconds: float = option(0.1, "A kernel is timed for about so long (s).", least=0)
+    impl: tuple[str, ...] = option(None, "Only these kernels and baselines run. By default all do.")
+    dry_run: bool = option(False, "Tiny shapes and interpreted kernels run on a CPU.")
+    seed: int = option(secrets.randbits(32), "Seed of the inputs. By default a new one.", least=0)
+
+
+LEAST_S = 5.0  # a check is not begun with less than this left
+MAX_LOSSES = 3  # processes that an implementation may cost
 SANITIZER_S = 60.0  # kept for the sanitizer, where there is one
-# Memory that a killed process had may be given back a moment after its end.
+# A killed process may give its memory back a moment after its end.
 ENVIRONMENT = {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
 
 
-def start(worker: Worker, report: Report) -> Settings:
-    """Open the device in the worker's process; ValueError if it is not the one that is meant."""
-    outcome = worker.call("experiments.kernels.gpu_jobs:facts", (), START_LIMIT_S)
-    if outcome.value is None:
-        raise ValueError(f"JAX does not start: {outcome.reason}\n{outcome.details}")
-    report.facts = {**outcome.value, "seed": secrets.randbelow(2**32), "argv": sys.argv[1:]}
-    platform = report.facts["device_platform"]
-    if (platform == "gpu") == _DRY_RUN.value:
+def start(worker: Worker, report: Report, config: Config) -> Settings:
+    """Open the device in the worker's process; ValueError for a device that is not meant."""
+    facts = facts_from(worker)
+    report.facts = {**facts, "seed": config.seed, "argv": sys.argv[1:]}
+    platform = facts["device_platform"]
+    if (platform == "gpu") == config.dry_run:
         missing = "" if platform == "gpu" else extras.missing_for_gpu()
         raise ValueError(
             f"JAX's device is a {platform}; --dry_run is for a CPU, and only for it"
             + (f"; {missing}" if missing else "")
         )
     return Settings(
-        device=report.facts["device_kind"],
-        copy_gb_per_s=report.facts["copy_gb_per_s"],
-        seconds=_SECONDS.value,
-        interpret=_DRY_RUN.value,
-        seed=report.facts["seed"],
+        device=facts["device_kind"],
+        copy_gb_per_s=facts["copy_gb_per_s"],
+        seconds=config.seconds,
+        interpret=config.dry_run,
+        seed=config.seed,
     )
 
 
-def main() -> None:
-    deadline = time.monotonic() + _TIME_LIMIT_S.value
-    report = Report(reporting.make_out_dir(_OUT_DIR.value))
-    # A time limit of others: the worker is stopped on the way out, the files are whole already.
+def run_checks(
+    checks: Sequence[Check],
+    worker: Worker,
+    report: Report,
+    settings: Settings,
+    *,
+    deadline: float,
+    limit_s: float,
+) -> None:
+    """Run the checks in their order until the deadline; one check may take `limit_s`."""
+    losses: Counter[str] = Counter()
+    for number, check in enumerate(checks):
+        left = deadline - time.monotonic()
+        if left < LEAST_S:
+            report.not_run += map(str, checks[number:])
+            return
+        name = check.implementation
+        if losses[name] == MAX_LOSSES:
+            report.not_run.append(f"{check} ({name} cost {MAX_LOSSES} processes before)")
+            continue
+        outcome = worker.call(*check.call(settings), min(left, limit_s))
+        row = check.row(outcome, settings)
+        if spoils_process(row.verdict):
+            losses[name] += 1
+            worker.close()
+        report.add(row, outcome.details or getattr(outcome.value, "details", ""))
+        print(f"{deadline - time.monotonic():4.0f} s left. {check}: {row.verdict}", flush=True)
+
+
+def run_sanitizer(command: str, report: Report, deadline: float) -> None:
+    """Run each of the sanitizer's tools over each of our kernels, while there is time."""
+    for tool in sanitizer.TOOLS:
+        for implementation in OURS:
+            left = deadline - time.monotonic()
+            if left < LEAST_S:
+                report.not_run.append(f"compute-sanitizer {tool}: {implementation}")
+                continue
+            row = sanitizer.run(command, tool, implementation, FIRST_SPECS[0].name, left)
+            report.sanitizer.append(row)
+            report.write()
+            print(f"compute-sanitizer {tool}, {implementation}: {row['verdict']}", flush=True)
+
+
+def main(config: Config) -> int:
+    deadline = time.monotonic() + config.time_limit_s
+    report = Report(Path(config.out_dir))
+    # Whoever limits the time stops the worker, too; the files are whole already.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit("stopped"))
-    checks = plan.chosen(plan.small_plan() if _DRY_RUN.value else plan.full_plan(), _IMPL.value)
-    command = None if _DRY_RUN.value else sanitizer.find()
+    checks = chosen(small_plan() if config.dry_run else full_plan(), config.impl)
+    command = None if config.dry_run else sanitizer.find()
     try:
         with Worker(ENVIRONMENT) as worker:
-            settings = start(worker, report)
+            settings = start(worker, report, config)
             print(report.summary(), flush=True)
-            reserved = SANITIZER_S if command else 0
-            run_checks(
-                checks,
-                worker,
-                report,
-                settings,
-                deadline=deadline - reserved,
-                limit_s=_CHECK_LIMIT_S.value,
-            )
+            end = deadline - (SANITIZER_S if command else 0)
+            limit_s = config.check_limit_s
+            run_checks(checks, worker, report, settings, deadline=end, limit_s=limit_s)
         if command:
             run_sanitizer(command, report, deadline)
         report.state = "finished"
     finally:
         report.write()
     report.print()
-    print(f"results in {report.out_dir}", flush=True)
-    if report.faults():
-        sys.exit(1)
+    return 1 if report.faults() else 0
 
 
 if __name__ == "__main__":
-    reporting.run(main)
+    run(main, Config)

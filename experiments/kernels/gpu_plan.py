@@ -1,20 +1,126 @@
-"""What to run on a GPU that is there for minutes, in order of importance.
+"""The checks to run on a GPU that is there for minutes, in order of importance.
 
 First whether each kernel computes the right numbers, on a few cases; then the shapes that have a
-target; then a sample of all geometries, the figures of the paper, all other cases.
+target; then a sample of all geometries, the figures of the paper, all other cases. A check is
+called in the process that has the GPU, and becomes a row of the report.
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from itertools import product
-from typing import Any
+from typing import Any, NamedTuple
 
-from experiments.kernels.gpu_checks import Check, LatencyCheck, ValueCheck
+from experiments.kernels.measure import Row, empty_row
 from experiments.kernels.shapes import GEOMETRIES, Geometry, Shape
 from pallas_kernels.lab.checks import OPS, lab_of
+from pallas_kernels.lab.worker import Outcome
+
+# Checks
+
+Call = tuple[str, tuple[Any, ...]]  # for a worker
+
+# Verdicts that start with these words are no faults.
+FINE = ("pass", "right", "refused", "skipped")
+
+
+class Settings(NamedTuple):
+    """The settings that all checks share."""
+
+    device: str
+    copy_gb_per_s: float
+    seconds: float  # about how long a kernel is timed
+    interpret: bool
+    seed: int
+
+
+class ValueRow(NamedTuple):
+    """An implementation against float64 on random inputs."""
+
+    op: str
+    implementation: str
+    case: str
+    shape: str
+    dtype: str
+    device: str
+    error: float | None  # of the entry with the largest error, measured by its tolerance
+    tolerance: float | None
+    seconds: float  # of the check
+    verdict: str
+
+
+@dataclass(frozen=True)
+class ValueCheck:
+    """One implementation of an op on random inputs of one of the lab's shapes."""
+
+    op: str
+    implementation: str
+    spec: Any
+
+    def __str__(self) -> str:
+        return f"{self.op} {self.implementation}, values: {self.spec.name}"
+
+    def call(self, settings: Settings) -> Call:
+        args = (self.implementation, self.spec, settings.seed, settings.interpret, self.op)
+        return "pallas_kernels.lab.checks:check_random_values", args
+
+    def row(self, outcome: Outcome, settings: Settings) -> ValueRow:
+        result = outcome.value
+        status, reason = (
+            (result.verdict, result.reason) if result else (outcome.status, outcome.reason)
+        )
+        return ValueRow(
+            self.op,
+            self.implementation,
+            self.spec.name,
+            self.spec.shape,
+            self.spec.dtype,
+            settings.device,
+            result and result.error,
+            result and result.tolerance,
+            outcome.seconds,
+            f"{status}: {reason}" if reason else status,
+        )
+
+
+@dataclass(frozen=True)
+class LatencyCheck:
+    """One implementation of attention at a shape, its values checked, then timed."""
+
+    implementation: str
+    shape: Shape
+
+    def __str__(self) -> str:
+        return f"attention {self.implementation}, latency: {self.shape}"
+
+    def call(self, settings: Settings) -> Call:
+        _, copy_gb_per_s, seconds, interpret, _ = settings
+        args = (self.implementation, self.shape, copy_gb_per_s, seconds, interpret)
+        return "experiments.kernels.measure:measure", args
+
+    def row(self, outcome: Outcome, settings: Settings) -> Row:
+        if outcome.value is not None:
+            row: Row = outcome.value
+            return row
+        verdict = f"{outcome.status}: {outcome.reason}"
+        return empty_row(self.implementation, self.shape, settings.device, verdict)
+
+
+Check = ValueCheck | LatencyCheck
+
+
+def is_fault(verdict: str) -> bool:
+    return verdict.split(":")[0] not in FINE
+
+
+def spoils_process(verdict: str) -> bool:
+    """Whether the process may fail in later calls, too: a fault of the device, not of Python."""
+    return verdict.split(":")[0] in ("hung", "crashed") or "RuntimeError" in verdict
+
+
+# Plans
 
 LLAMA, OPT, SMOLLM2 = (GEOMETRIES[name] for name in ("llama3-8b", "opt-13b", "smollm2"))
-# The shapes that have targets.
+# These shapes have targets.
 FULL_BATCH = Shape(LLAMA, batch=64, context=4096, block_size=16, dtype="bfloat16")
 LONG_CONTEXT = Shape(LLAMA, batch=1, context=32768, block_size=16, dtype="bfloat16")
 # Each cache has 2 ** 31 elements, 4 GiB.
@@ -32,7 +138,7 @@ PREFILLING = (BASELINE, *OURS, "gather_sdpa", "triton", "xla")
 EVERYTHING = (*OURS, BASELINE, *RIVALS, "cudnn_contiguous", "triton", "xla", "xla_contiguous")
 
 ATTENTION_SPECS = lab_of("attention").VALUE_SPECS
-# What says most about a kernel: the first of each kind.
+# The first case of each kind says most about a kernel.
 FIRST_SPECS = tuple(
     next(spec for spec in ATTENTION_SPECS if kind in spec.name)
     for kind in ("GQA", "MHA", "cap", "prefill")
@@ -69,8 +175,8 @@ def small_plan() -> Iterator[Check]:
 
 
 def value_checks(op: str, specs: Sequence[Any]) -> Iterator[Check]:
-    """Of the lab's shapes of an op: one shape of every implementation at a time."""
-    # The plain reference last: it is no kernel.
+    """Checks of the op's cases: one case of every implementation before the next."""
+    # The plain reference comes last: it is no kernel.
     impls = sorted(lab_of(op).REGISTRY, key=lambda impl: (impl == "reference", impl not in OURS))
     for spec in specs:
         yield from (ValueCheck(op, impl, spec) for impl in impls)

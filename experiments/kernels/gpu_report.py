@@ -1,6 +1,6 @@
-"""What a run on a GPU leaves: results.json and table.md, written anew after every check.
+"""The files of a run on a GPU: results.json and table.md, written anew after every check.
 
-Tracebacks, and what processes wrote before their end, are appended to faults.log.
+Tracebacks, and the last words of processes that crashed, are appended to faults.log.
 """
 
 import os
@@ -9,12 +9,17 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from experiments.kernels.gpu_checks import ValueRow, is_fault
-from experiments.kernels.gpu_plan import BASELINE, FULL_BATCH, LONG_CONTEXT, OURS
-from experiments.kernels.latency_tables import tables
-from experiments.kernels.measure import Row, with_ratios
+from experiments.kernels.gpu_plan import (
+    BASELINE,
+    FULL_BATCH,
+    LONG_CONTEXT,
+    OURS,
+    ValueRow,
+    is_fault,
+)
+from experiments.kernels.measure import Row, tables, with_ratios
 from experiments.kernels.shapes import Shape
-from experiments.lib import reporting
+from experiments.lib.reporting import markdown_table, print_table, write_json
 
 
 class Goal(NamedTuple):
@@ -26,9 +31,17 @@ class Goal(NamedTuple):
     measured: float | None
     met: bool | None
 
+    @classmethod
+    def of(cls, kernel: str, what: str, sign: str, bound: float, measured: float | None) -> "Goal":
+        """The goal that a figure is at least (>=) or at most (<=) a bound."""
+        met = None
+        if measured is not None:
+            met = measured >= bound if sign == ">=" else measured <= bound
+        return cls(kernel, what, f"{sign} {bound:g}", measured, met)
+
 
 def goals(rows: Sequence[Row]) -> Iterator[Goal]:
-    """For each of our kernels."""
+    """The goals of each of our kernels."""
 
     def find(name: str, shape: Shape) -> Row | None:
         return next((r for r in rows if r.implementation == name and _is_of(r, shape)), None)
@@ -47,31 +60,15 @@ def goals(rows: Sequence[Row]) -> Iterator[Goal]:
     for name in OURS:
         for shape, least in ((FULL_BATCH, 0.85), (LONG_CONTEXT, 0.6)):
             what = f"of copy bandwidth, batch {shape.batch}, context {shape.context}"
-            yield _at_least(name, what, least, copy_fraction(name, shape))
-        yield _at_most(name, f"time / {BASELINE}", 1.05, over(name, BASELINE))
-        yield _at_least(name, "time of jax_paged / time", 1.3, over("jax_paged", name))
-        yield _at_most(name, "time / cudnn_paged", 1.05, over(name, "cudnn_paged"))
+            yield Goal.of(name, what, ">=", least, copy_fraction(name, shape))
+        yield Goal.of(name, f"time / {BASELINE}", "<=", 1.05, over(name, BASELINE))
+        yield Goal.of(name, "time of jax_paged / time", ">=", 1.3, over("jax_paged", name))
+        yield Goal.of(name, "time / cudnn_paged", "<=", 1.05, over(name, "cudnn_paged"))
 
 
 def _is_of(row: Row, shape: Shape) -> bool:
-    place = (row.geometry, row.batch, row.context, row.queries, row.dtype)
-    return place == (
-        str(shape.geometry),
-        shape.batch,
-        shape.context,
-        shape.queries,
-        shape.dtype,
-    ) and row.block_size in (None, shape.block_size)
-
-
-def _at_least(kernel: str, what: str, least: float, measured: float | None) -> Goal:
-    met = None if measured is None else measured >= least
-    return Goal(kernel, what, f">= {least:g}", measured, met)
-
-
-def _at_most(kernel: str, what: str, most: float, measured: float | None) -> Goal:
-    met = None if measured is None else measured <= most
-    return Goal(kernel, what, f"<= {most:g}", measured, met)
+    wanted = (str(shape.geometry), shape.batch, shape.context, shape.queries, shape.dtype)
+    return row.same_inputs == wanted and row.block_size in (None, shape.block_size)
 
 
 Table = tuple[str, list[str], list[list[Any]]]  # title, columns, rows
@@ -90,7 +87,7 @@ class Report:
     not_run: list[str] = field(default_factory=list)
 
     def add(self, row: ValueRow | Row, details: str) -> None:
-        """`details`: of a fault, more than a line."""
+        """Add a row; `details` of a fault are more than a line."""
         if isinstance(row, ValueRow):
             self.values.append(row)
         else:
@@ -101,7 +98,7 @@ class Report:
                 log.write(f"{row}\n{details}\n\n")
 
     def write(self) -> None:
-        """At any moment the files on disk are whole."""
+        """Replace both files, which are whole at any moment."""
         results = {
             "state": self.state,
             **self.facts,
@@ -111,21 +108,21 @@ class Report:
             "sanitizer": self.sanitizer,
             "not_run": self.not_run,
         }
-        reporting.write_json(self.out_dir, "results.json.new", results)
-        os.replace(self.out_dir / "results.json.new", self.out_dir / "results.json")
+        write_json(self.out_dir, "results.json.new", results)
         (self.out_dir / "table.md.new").write_text(self.markdown())
-        os.replace(self.out_dir / "table.md.new", self.out_dir / "table.md")
+        for name in ("results.json", "table.md"):
+            os.replace(self.out_dir / f"{name}.new", self.out_dir / name)
 
     def markdown(self) -> str:
         parts = [f"{self.summary()}\n"]
         for title, columns, rows in self.tables():
-            parts.append(f"### {title}\n\n{reporting.markdown_table(columns, rows)}")
+            parts.append(f"### {title}\n\n{markdown_table(columns, rows)}")
         return "\n".join(parts)
 
     def print(self) -> None:
-        """The same on stdout; what matters most comes last, where a cut log still has it."""
+        """Print the tables; the most important comes last, where a cut log still has it."""
         for table in reversed(list(self.tables())):
-            reporting.print_table(*table)
+            print_table(*table)
         print(self.summary())
 
     def summary(self) -> str:
@@ -137,14 +134,14 @@ class Report:
         )
 
     def tables(self) -> Iterator[Table]:
-        yield "Goals", *_table(goal._asdict() for goal in goals(self.latency))
+        yield _table("Goals", (goal._asdict() for goal in goals(self.latency)))
         yield from tables(with_ratios(self.latency, BASELINE))
         if self.values:
-            yield "Values against float64", *_table(self._values_by_implementation())
+            yield _table("Values against float64", self._values_by_implementation())
         if self.sanitizer:
-            yield "compute-sanitizer", *_table(self.sanitizer)
+            yield _table("compute-sanitizer", self.sanitizer)
         if faults := self.faults():
-            yield "Faults", *_table({"check": what, "verdict": why} for what, why in faults)
+            yield _table("Faults", ({"check": what, "verdict": why} for what, why in faults))
 
     def faults(self) -> list[tuple[str, str]]:
         """(check, verdict) of all that is wrong, failed, hung or crashed."""
@@ -172,7 +169,7 @@ class Report:
             }
 
 
-def _table(rows: Iterable[Mapping[str, Any]]) -> tuple[list[str], list[list[Any]]]:
-    """Columns and cells of rows with the keys of the first."""
+def _table(title: str, rows: Iterable[Mapping[str, Any]]) -> Table:
+    """A table of rows with the keys of the first."""
     rows = list(rows)
-    return list(rows[0]), [list(row.values()) for row in rows]
+    return title, list(rows[0]), [list(row.values()) for row in rows]

@@ -19,144 +19,189 @@ Expect a table in about a minute on two CPU cores. --out_dir gets results.json, 
 latency.png. Exit code 1: a kernel was wrong or failed.
 """
 
-import sys
-from collections.abc import Iterator
-from typing import NamedTuple
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cache, partial
+from typing import Any, Self
 
 import jax
-from absl import flags
-from tqdm import tqdm
+import numpy as np
 
-from experiments.kernels import baselines as contenders
-from experiments.kernels import latency_tables as figures
 from experiments.kernels import timing
-from experiments.kernels.latency_tables import tables
-from experiments.kernels.measure import Row, empty_row, measure, with_ratios
+from experiments.kernels.baselines import CONTIGUOUS, check_name
+from experiments.kernels.measure import Row, empty_row, measure, tables, with_ratios
 from experiments.kernels.shapes import GEOMETRIES, Shape, parse_geometry
-from experiments.lib import reporting
+from experiments.lib import figures
+from experiments.lib.claims import Claim
+from experiments.lib.experiment import grid, run
+from experiments.lib.options import Options, option
+from experiments.lib.reporting import print_table, write_results
 from paged_jax import prefer_vector_loops
 
+# What a kind of device measures in about a minute.
+CPU: dict[str, Any] = {
+    "impl": ("xla",),
+    "baseline": "xla_contiguous",
+    "geometry": ("smollm2",),
+    "dtype": "float32",
+    "batch": (8, 32),
+    "context": (64, 256, 1024),
+}
+GPU: dict[str, Any] = {
+    "impl": ("mosaic_gpu", "xla", "jax_paged", "cudnn_paged"),
+    "baseline": "contiguous",
+    "geometry": ("llama3-8b",),
+    "dtype": "bfloat16",
+    "batch": (8, 32, 64),
+    "context": (64, 256, 4096),
+}
 
-class Defaults(NamedTuple):
-    """What a kind of device measures in about a minute."""
-
-    impl: list[str]
-    baseline: str
-    geometry: str
-    dtype: str
-    batch: list[str]
-    context: list[str]
-
-
-CPU = Defaults(
-    impl=["xla"],
-    baseline="xla_contiguous",
-    geometry="smollm2",
-    dtype="float32",
-    batch=["8", "32"],
-    context=["64", "256", "1024"],
-)
-GPU = Defaults(
-    impl=["mosaic_gpu", "xla", "jax_paged", "cudnn_paged"],
-    baseline="contiguous",
-    geometry="llama3-8b",
-    dtype="bfloat16",
-    batch=["8", "32", "64"],
-    context=["64", "256", "4096"],
-)
-
-_IMPL = flags.DEFINE_list(
-    "impl", None, f"What to measure; default {','.join(CPU.impl)}, on a GPU {','.join(GPU.impl)}."
-)
-_BASELINE = flags.DEFINE_string(
-    "baseline", None, f"What ratio divides by; default {CPU.baseline}, on a GPU {GPU.baseline}."
-)
-_GEOMETRY = flags.DEFINE_list(
-    "geometry",
-    None,
-    f"Names ({', '.join(GEOMETRIES)}) or query heads/KV heads/head size; default {CPU.geometry}, "
-    f"on a GPU {GPU.geometry}.",
-)
-_DTYPE = flags.DEFINE_enum(
-    "dtype", None, ["float32", "bfloat16", "float16"], "Default float32, on a GPU bfloat16."
-)
-_BATCH = flags.DEFINE_list("batch", None, "Batch sizes; default 8,32, on a GPU 8,32,64.")
-_CONTEXT = flags.DEFINE_list(
-    "context", None, "Context lengths; default 64,256,1024, on a GPU 64,256,4096."
-)
-_BLOCK_SIZE = flags.DEFINE_list("block_size", ["8", "16", "128"], "Block sizes, in tokens.")
-_QUERIES = flags.DEFINE_integer(
-    "queries", 1, "Queries at the end of each context; more than one: a prefill.", lower_bound=1
-)
-_SECONDS = flags.DEFINE_float("seconds", 0.3, "About how long each case is timed.", lower_bound=0.0)
-_INTERPRET = flags.DEFINE_bool(
-    "interpret", False, "Run Pallas kernels in the interpreter: shows that they run, not how fast."
-)
-_OUT_DIR = flags.DEFINE_string("out_dir", "out/kernel_latency", "Where the results go.")
+# Figure 18a: the paper's kernel over FasterTransformer's contiguous one (batch 8 and 32, context
+# 64 to 256).
+PAPER_RATIO = (1.20, 1.26)
 
 
-def cases(defaults: Defaults, baseline: str) -> Iterator[tuple[str, Shape]]:
-    """(name, shape), the baseline first; contiguous caches have no block size to vary."""
-    impls = list(dict.fromkeys([baseline, *(_IMPL.value or defaults.impl)]))
-    for name in impls:
-        contenders.check_name(name)
-    block_sizes = reporting.integers(_BLOCK_SIZE, 1)
-    batches = reporting.integers(_BATCH, 1) if _BATCH.value else map(int, defaults.batch)
-    contexts = reporting.integers(_CONTEXT, 1) if _CONTEXT.value else map(int, defaults.context)
-    batches, contexts = list(batches), list(contexts)
-    dtype = _DTYPE.value or defaults.dtype
-    for text in _GEOMETRY.value or [defaults.geometry]:
-        geometry = parse_geometry(text)
-        for batch in batches:
-            for context in contexts:
-                for name in impls:
-                    sizes = block_sizes[:1] if name in contenders.CONTIGUOUS else block_sizes
-                    for size in sizes:
-                        yield name, Shape(geometry, batch, context, size, dtype, _QUERIES.value)
+def by_device(name: str, text: str, **limits: Any) -> Any:
+    """An option with the default of the device's kind, which `Config.resolved` fills in."""
+    cpu, gpu = (",".join(map(str, np.atleast_1d(kind[name]))) for kind in (CPU, GPU))
+    return option(None, f"{text} By default {cpu}, on a GPU {gpu}.", **limits)
 
 
-def run_case(name: str, shape: Shape, bandwidth: float) -> Row:
-    """A fault of one case is its row's verdict: the others go on."""
-    try:
-        return measure(
-            name, shape, bandwidth=bandwidth, seconds=_SECONDS.value, interpret=_INTERPRET.value
+@dataclass(frozen=True, kw_only=True)
+class Config(Options):
+    impl: tuple[str, ...] = by_device("impl", "These implementations are measured.")
+    baseline: str = by_device("baseline", "Ratios divide by the time of this implementation.")
+    geometry: tuple[str, ...] = by_device(
+        "geometry",
+        f"Heads of attention: {', '.join(GEOMETRIES)}, or query heads/KV heads/head size.",
+    )
+    dtype: str = by_device(
+        "dtype", "Inputs have this dtype.", choices=("float32", "bfloat16", "float16")
+    )
+    batch: tuple[int, ...] = by_device("batch", "Batch sizes.", least=1)
+    context: tuple[int, ...] = by_device("context", "Context lengths, in tokens.", least=1)
+    block_size: tuple[int, ...] = option(
+        (8, 16, 128), "Block sizes, in tokens.", quick=(16,), least=1
+    )
+    queries: int = option(
+        1, "Queries at the end of each context. More than one make a prefill.", least=1
+    )
+    seconds: float = option(0.3, "Each case is timed for about so long (s).", quick=0.1, least=0)
+    interpret: bool = option(
+        False, "Pallas kernels run in the interpreter, which shows that they run, not how fast."
+    )
+    out_dir: str = option("out/kernel_latency", "Folder for the results.")
+
+    def resolved(self) -> Self:
+        """With the defaults of the device that is here."""
+        defaults = GPU if jax.default_backend() == "gpu" else CPU
+        return replace(
+            self, **{name: x for name, x in defaults.items() if getattr(self, name) is None}
         )
+
+
+def points(config: Config) -> list[tuple[str, Shape]]:
+    """(implementation, shape); the baseline first. Contiguous caches have no block size to vary."""
+    names = list(dict.fromkeys([config.baseline, *config.impl]))
+    for name in names:
+        check_name(name)
+    return [
+        (name, Shape(geometry, batch, context, size, config.dtype, config.queries))
+        for geometry in map(parse_geometry, config.geometry)
+        for batch in config.batch
+        for context in config.context
+        for name in names
+        for size in (config.block_size[:1] if name in CONTIGUOUS else config.block_size)
+    ]
+
+
+@cache
+def copy_gb_per_s() -> float:
+    """The device's copy bandwidth, measured once."""
+    return 1e-9 * timing.copy_bandwidth()
+
+
+def measure_point(point: tuple[str, Shape], config: Config) -> Row:
+    """A fault of one point is its row's verdict: the others go on."""
+    try:
+        return measure(*point, copy_gb_per_s(), config.seconds, config.interpret, seed=config.seed)
     except Exception as error:
         verdict = f"failed: {type(error).__name__}: {error}".split("\n")[0]
-        return empty_row(name, shape, jax.devices()[0].device_kind, verdict)
+        return empty_row(*point, jax.devices()[0].device_kind, verdict)
 
 
-def main() -> None:
-    prefer_vector_loops()  # as an engine's
-    defaults = GPU if jax.default_backend() == "gpu" else CPU
-    baseline = _BASELINE.value or defaults.baseline
-    planned = list(cases(defaults, baseline))
-    out_dir = reporting.make_out_dir(_OUT_DIR.value)
-    bandwidth = timing.copy_bandwidth()
-    print(f"copy bandwidth of {jax.devices()[0].device_kind}: {1e-9 * bandwidth:,.1f} GB/s")
+def plot(rows: Sequence[Row], config: Config) -> None:
+    """Times over the baseline's against context, and times against block size."""
+    ratios: dict[str, list[tuple[int, float]]] = defaultdict(list)
+    times: dict[str, list[tuple[int, float]]] = defaultdict(list)
+    for row in rows:
+        label = f"{row.implementation}, {row.geometry}, batch {row.batch}"
+        if row.ratio is not None and row.implementation != config.baseline:
+            block = f", block {row.block_size}" if row.block_size else ""
+            ratios[label + block].append((row.context, row.ratio))
+        if row.block_size is not None and row.time_us is not None:
+            times[f"{label}, context {row.context}"].append((row.block_size, row.time_us))
+    figure, axes = figures.panels(1, 2, size=(6, 5.5))
+    left, right = axes[0]
+    figures.band(left, *PAPER_RATIO, label="paper, figure 18a")
+    left.axhline(1, color="grey", linewidth=0.8)
+    for panel, lines in ((left, ratios), (right, times)):
+        figures.lines(panel, {label: sorted(points) for label, points in lines.items()})
+        figures.powers_of_two(panel, (x for points in lines.values() for x, _ in points))
+        if panel.get_legend_handles_labels()[0]:
+            panel.legend(fontsize=6, ncols=2, loc="upper left", bbox_to_anchor=(0, -0.15))
+    left.set(xlabel="context length (tokens)", ylabel=f"time / {config.baseline}", ylim=(0, None))
+    right.set(xlabel="block size (tokens)", ylabel="time (µs)", yscale="log")
+    figures.save(figure, config.out_dir, "latency.png")
 
-    rows = []
-    with tqdm(planned, unit="case") as bar:
-        for name, shape in bar:
-            bar.set_postfix_str(f"{name}, {shape}")
-            rows.append(run_case(name, shape, bandwidth))
-    rows = with_ratios(rows, baseline)
 
+def main(config: Config) -> int:
+    prefer_vector_loops()  # as an engine does
+    config = config.resolved()
+    planned = points(config)
+    print(f"copy bandwidth of {jax.devices()[0].device_kind}: {copy_gb_per_s():,.1f} GB/s")
+    rows = grid(partial(measure_point, config=config), planned, config, unit="case")
+    rows = with_ratios(rows, config.baseline)
     for table in tables(rows):
-        reporting.print_table(*table)
-    reporting.write_cases(
-        [row._asdict() for row in rows],
-        out_dir,
-        _IMPL,
-        copy_gb_per_s=1e-9 * bandwidth,
-        baseline=baseline,
-        paper_ratio=figures.PAPER_RATIO,
+        print_table(*table)
+    write_results(
+        rows,
+        config,
+        copy_gb_per_s=copy_gb_per_s(),
+        baseline=config.baseline,
+        paper_ratio=PAPER_RATIO,
     )
-    figures.plot(rows, baseline, out_dir / "latency.png")
-    print(f"results in {out_dir}")
-    if any(row.verdict.startswith(("wrong", "failed")) for row in rows):
-        sys.exit(1)
+    plot(rows, config)
+    return int(any(row.verdict.startswith(("wrong", "failed")) for row in rows))
+
+
+def claims(results: dict[str, Any]) -> list[Claim]:
+    """The paged kernel beside a contiguous one; a CPU's says nothing of a GPU's."""
+    device = results["environment"]["device_kind"]
+    is_gpu = results["environment"]["device_platform"] == "gpu"
+    ratios = [
+        row["ratio"]
+        for row in results["cases"]
+        if row["ratio"] is not None
+        and row["block_size"] == 16
+        and row["batch"] in (8, 32)
+        and row["context"] <= 256
+    ]
+    if not ratios:
+        return []
+    low, high = results["paper_ratio"]
+    return [
+        Claim(
+            "time of the paged attention kernel over a contiguous one, batch 8 and 32",
+            f"{low:.2f} to {high:.2f}",
+            f"{min(ratios):.2f} to {max(ratios):.2f} on {device}",
+            "at most the paper's",
+            max(ratios) <= high if is_gpu else None,
+            "" if is_gpu else "XLA's gather on a CPU is another kernel on another device",
+        )
+    ]
 
 
 if __name__ == "__main__":
-    reporting.run(main)
+    run(main, Config)

@@ -1,6 +1,6 @@
-"""One row of a latency table: a contender at a shape, its values checked, then timed."""
+"""One row of a latency table: an implementation at a shape, its values checked, then timed."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -8,17 +8,21 @@ import jax.numpy as jnp
 import numpy as np
 
 from experiments.kernels import timing
-from experiments.kernels.baselines import CONTIGUOUS, contender
+from experiments.kernels.baselines import CONTIGUOUS, attention_for
 from experiments.kernels.shapes import Shape, random_inputs, relative_error, wanted
+from experiments.lib import reporting
+from pallas_kernels import targets
+from pallas_kernels.lab.worker import Worker
 from pallas_kernels.paged_attention import Unsupported
 
-# Of the norm of the output. The output and the weights are each rounded to the dtype; float32
-# products are of operands rounded to TF32 on a GPU. A block of 16 tokens in the wrong place of
-# 32768 errs by 0.03.
+# Largest error, as a part of the output's norm. The output and the weights are each rounded to the
+# dtype; a GPU's float32 products have operands rounded to TF32. A block of 16 tokens in the wrong
+# place of 32768 errs by 0.03.
 TOLERANCE = {"bfloat16": 1e-2, "float16": 2e-3, "float32": 2e-3}
-# The part of a device's memory that inputs may take, with what making them takes.
+# Inputs, and the arrays that they are made from, may take this part of a device's memory.
 MEMORY_SHARE = 0.8
 CPU_MEMORY_BYTES = 4 << 30
+START_LIMIT_S = 120.0
 
 
 class Row(NamedTuple):
@@ -32,16 +36,16 @@ class Row(NamedTuple):
     queries: int
     block_size: int | None  # None: contiguous
     dtype: str
-    device: str
-    error: float | None  # norm of the difference from float32 attention over the norm of that
-    time_us: float | None
-    low_us: float | None
-    high_us: float | None
-    method: str | None  # of timing
-    gb_per_s: float | None  # keys and values of the contexts over the time
-    copy_fraction: float | None  # of the device's measured copy bandwidth
-    ratio: float | None  # of the time to that of the contiguous baseline
-    verdict: str  # "right"; or "wrong", "refused" or "failed", and why
+    device: str  # as JAX names it
+    error: float | None = None  # norm of the difference from float32 attention over its norm
+    time_us: float | None = None
+    low_us: float | None = None
+    high_us: float | None = None
+    method: str | None = None  # of timing
+    gb_per_s: float | None = None  # keys and values of the contexts over the time
+    copy_fraction: float | None = None  # of the device's measured copy bandwidth
+    ratio: float | None = None  # of the time to that of the contiguous baseline
+    verdict: str = "right"  # or "wrong", "refused" or "failed", and why
 
     @property
     def same_inputs(self) -> tuple[object, ...]:
@@ -50,53 +54,50 @@ class Row(NamedTuple):
 
 
 def empty_row(name: str, shape: Shape, device: str, verdict: str) -> Row:
-    """Of a contender that was not timed on the device, as JAX names that."""
+    """The row of an implementation that was not timed."""
     return Row(
-        implementation=name,
-        settings="",
-        geometry=str(shape.geometry),
-        batch=shape.batch,
-        context=shape.context,
-        queries=shape.queries,
-        block_size=None if name in CONTIGUOUS else shape.block_size,
-        dtype=shape.dtype,
-        device=device,
+        name,
+        "",
+        str(shape.geometry),
+        shape.batch,
+        shape.context,
+        shape.queries,
+        None if name in CONTIGUOUS else shape.block_size,
+        shape.dtype,
+        device,
         verdict=verdict,
-        **dict.fromkeys(
-            ("error", "time_us", "low_us", "high_us", "method", "gb_per_s", "copy_fraction")
-        ),
-        ratio=None,
     )
 
 
 def measure(
     name: str,
     shape: Shape,
-    *,
-    bandwidth: float,
+    copy_gb_per_s: float,
     seconds: float = 0.2,
     interpret: bool = False,
     tuning: Any | None = None,
+    seed: int = 0,
 ) -> Row:
     """Check the values of all variants, then time each for about `seconds`; the fastest counts.
 
-    `bandwidth` is `timing.copy_bandwidth()`. What a contender refuses, or what does not fit into
-    memory, is a row that says so; a fault raises. `ratio` is left to `with_ratios`.
+    `copy_gb_per_s` is the device's `timing.copy_bandwidth()`. The row says so where an
+    implementation refuses the shape, and where the inputs do not fit into memory; a fault raises.
+    `with_ratios` fills in `ratio`.
     """
     device = jax.devices()[0].device_kind
     try:
-        chosen = contender(name, shape, interpret=interpret, tuning=tuning)
+        attention = attention_for(name, shape, interpret=interpret, tuning=tuning)
         count = timing.num_sets(shape.kv_bytes, _memory_for(shape))
-        inputs = random_inputs(shape, seed=0)
+        inputs = random_inputs(shape, seed)
         target = wanted(inputs)
         sets = []
-        for seed in range(count):  # the same numbers at other places
-            own = inputs if seed == count - 1 else jax.tree.map(jnp.copy, inputs)
-            sets.append(chosen.prepare(own, seed))
+        for place in range(count):  # the same numbers at other places
+            own = inputs if place == count - 1 else jax.tree.map(jnp.copy, inputs)
+            sets.append(attention.prepare(own, place))
         del inputs, own
         errors = {
             settings: relative_error(jax.jit(attend)(*sets[0]), target)
-            for settings, attend in chosen.variants.items()
+            for settings, attend in attention.variants.items()
         }
     except Unsupported as refusal:
         return empty_row(name, shape, device, f"refused: {refusal}")
@@ -104,14 +105,15 @@ def measure(
     if not errors[worst] <= TOLERANCE[shape.dtype]:
         reason = f"wrong: relative error {errors[worst]:.2g}, at most {TOLERANCE[shape.dtype]:g}"
         row = empty_row(name, shape, device, reason)
-        return row._replace(settings=worst, error=_finite(errors[worst]))
+        error = errors[worst] if np.isfinite(errors[worst]) else None
+        return row._replace(settings=worst, error=error)
     times = {
         settings: timing.time_calls(attend, sets, seconds=seconds)
-        for settings, attend in chosen.variants.items()
+        for settings, attend in attention.variants.items()
     }
     settings = min(times, key=lambda settings: times[settings].seconds)
     time = times[settings]
-    rate = shape.kv_bytes / time.seconds
+    gb_per_s = 1e-9 * shape.kv_bytes / time.seconds
     return empty_row(name, shape, device, "right")._replace(
         settings=settings,
         error=errors[settings],
@@ -119,9 +121,44 @@ def measure(
         low_us=1e6 * time.low,
         high_us=1e6 * time.high,
         method=time.method,
-        gb_per_s=1e-9 * rate,
-        copy_fraction=rate / bandwidth,
+        gb_per_s=gb_per_s,
+        copy_fraction=gb_per_s / copy_gb_per_s,
     )
+
+
+def _memory_for(shape: Shape) -> int:
+    """Bytes that all sets may take; `Unsupported` if the shape's inputs do not fit into them."""
+    stats = jax.devices()[0].memory_stats() if jax.default_backend() == "gpu" else None
+    available = stats["bytes_limit"] if stats else CPU_MEMORY_BYTES
+    # The arrays that the last set is made from lie beside the sets, perhaps transposed, too.
+    memory = int(MEMORY_SHARE * available) - 2 * shape.kv_bytes
+    if memory < shape.kv_bytes:
+        raise Unsupported(
+            f"keys and values of {shape.kv_bytes / 2**30:.1f} GiB, and copies to make them, do not "
+            f"fit into {available / 2**30:.1f} GiB"
+        )
+    return memory
+
+
+def facts() -> dict[str, Any]:
+    """The versions, the device, its copy bandwidth, and how times are taken."""
+    sets = [(jnp.ones(1 << 20),)]
+    return {
+        **reporting.environment(),
+        "copy_gb_per_s": 1e-9 * timing.copy_bandwidth(),
+        "timing": timing.time_calls(jnp.negative, sets, seconds=0.01).method,
+        "cache_bytes": timing.cache_bytes(),
+        "target": targets.current(),
+    }
+
+
+def facts_from(worker: Worker) -> dict[str, Any]:
+    """`facts` from a worker's process; ValueError if JAX does not start there."""
+    outcome = worker.call(f"{__name__}:facts", (), START_LIMIT_S)
+    if outcome.value is None:
+        raise ValueError(f"JAX does not start: {outcome.reason}\n{outcome.details}")
+    found: dict[str, Any] = outcome.value
+    return found
 
 
 def with_ratios(rows: Sequence[Row], baseline: str) -> list[Row]:
@@ -137,19 +174,29 @@ def with_ratios(rows: Sequence[Row], baseline: str) -> list[Row]:
     return [row._replace(ratio=ratio(row)) for row in rows]
 
 
-def _memory_for(shape: Shape) -> int:
-    """Bytes that all sets may take; `Unsupported` if the shape's inputs do not fit into them."""
-    stats = jax.devices()[0].memory_stats() if jax.default_backend() == "gpu" else None
-    available = stats["bytes_limit"] if stats else CPU_MEMORY_BYTES
-    # Beside the sets stands what the last is made from: contiguous, and perhaps transposed.
-    memory = int(MEMORY_SHARE * available) - 2 * shape.kv_bytes
-    if memory < shape.kv_bytes:
-        raise Unsupported(
-            f"keys and values of {shape.kv_bytes / 2**30:.1f} GiB, and copies to make them, do not "
-            f"fit into {available / 2**30:.1f} GiB"
-        )
-    return memory
+COLUMNS = {  # title -> field of a row
+    "implementation": "implementation",
+    "batch": "batch",
+    "context": "context",
+    "block": "block_size",
+    "error": "error",
+    "µs": "time_us",
+    "by": "method",
+    "GB/s": "gb_per_s",
+    "of copy": "copy_fraction",
+    "ratio": "ratio",
+    "verdict": "verdict",
+}
 
 
-def _finite(x: float) -> float | None:
-    return x if np.isfinite(x) else None
+def tables(rows: Sequence[Row]) -> Iterator[tuple[str, list[str], list[list[Any]]]]:
+    """(title, columns, cells) of a table for each geometry, dtype and number of queries."""
+    groups: dict[str, list[list[Any]]] = {}
+    for row in rows:
+        work = "decode" if row.queries == 1 else f"prefill of {row.queries}"
+        title = f"{row.geometry}, {row.dtype}, {work}, {row.device}"
+        if row.settings:
+            row = row._replace(implementation=f"{row.implementation} ({row.settings})")
+        groups.setdefault(title, []).append([getattr(row, field) for field in COLUMNS.values()])
+    for title, cells in groups.items():
+        yield title, list(COLUMNS), cells

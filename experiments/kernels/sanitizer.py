@@ -17,9 +17,9 @@ from pallas_kernels.lab.checks import check_random_values, lab_of
 
 COMMAND = "compute-sanitizer"
 TOOLS = ("memcheck", "racecheck")
-# JAX asks the driver for things that it may refuse, which is no error of a kernel.
+# JAX asks the driver for things that the driver may refuse, which is no error of a kernel.
 OPTIONS = ("--report-api-errors", "no", "--target-processes", "all", "--print-limit", "5")
-# Every array in an allocation of its own: what lies past its end is noticed.
+# Each array has an allocation of its own, so that an access past its end is noticed.
 ENVIRONMENT = {"XLA_PYTHON_CLIENT_ALLOCATOR": "platform"}
 SUMMARY = re.compile(r"(ERROR|RACECHECK) SUMMARY: (.*)")
 
@@ -30,7 +30,7 @@ def find() -> str | None:
 
 
 def run(command: str, tool: str, impl: str, case: str, timeout_s: float) -> dict[str, Any]:
-    """A row of the report; what the sanitizer says in its summary is the verdict."""
+    """A row of the report; the sanitizer's summary is the verdict."""
     call = [sys.executable, "-m", "experiments.kernels.sanitizer", impl, case]
     row = {"tool": tool, "implementation": impl, "case": case}
     try:
@@ -50,7 +50,7 @@ def run(command: str, tool: str, impl: str, case: str, timeout_s: float) -> dict
 
 
 def verdict(output: str) -> str:
-    """pass: the check passed under the sanitizer, which found nothing."""
+    """The verdict by the sanitizer's output: pass where the check passed and nothing was found."""
     summary = SUMMARY.search(output)
     if summary is None:
         last = (output.strip().splitlines() or ["no output"])[-1]

@@ -1,4 +1,4 @@
-"""Shapes of decode attention to measure, their inputs, and what must come out of them."""
+"""Shapes of attention to measure, their random inputs, and the output that they must have."""
 
 import math
 from dataclasses import dataclass
@@ -88,7 +88,7 @@ class Inputs(NamedTuple):
 
 
 class PagedInputs(NamedTuple):
-    """The same in blocks, those of all rows mixed; there are no more blocks than the rows have."""
+    """The same in blocks. The blocks of all rows are mixed, and every block belongs to a row."""
 
     q: Array  # [B, T, Hq, D]
     k: Array  # [P, Hk, S, D]
@@ -99,7 +99,7 @@ class PagedInputs(NamedTuple):
 
 @partial(jax.jit, static_argnames="shape")
 def random_inputs(shape: Shape, seed: int) -> Inputs:
-    """Normal numbers, made on the device row by row: what that takes beside them stays small."""
+    """Normal numbers, made on the device row by row, which takes little memory beside them."""
     Hq, Hk, D = shape.geometry
     L = shape.blocks_per_row * shape.block_size
 
@@ -109,7 +109,7 @@ def random_inputs(shape: Shape, seed: int) -> Inputs:
         q, k, v = map(partial(jax.random.normal, dtype=shape.dtype), keys, sizes)
         return q, k, v
 
-    # The generator that devices have of their own, which is the fastest.
+    # The devices' own generator is the fastest.
     rows = jax.random.split(jax.random.key(seed, impl="rbg"), shape.batch)
     q, k, v = jax.lax.map(row, rows)
     return Inputs(q, k, v, jnp.full(shape.batch, shape.context, jnp.int32))
@@ -117,7 +117,7 @@ def random_inputs(shape: Shape, seed: int) -> Inputs:
 
 @partial(jax.jit, static_argnames=("shape", "cache_head_size"))
 def paged(inputs: Inputs, seed: int, *, shape: Shape, cache_head_size: int) -> PagedInputs:
-    """In blocks at random places; lanes past the head size are zero, as in an engine's cache."""
+    """The inputs in blocks at random places; lanes past the head size are zero, as in an engine."""
     _, Hk, D = shape.geometry
     B, M, S = shape.batch, shape.blocks_per_row, shape.block_size
     order = jax.random.permutation(jax.random.key(seed), B * M).astype(jnp.int32)
@@ -152,6 +152,6 @@ def wanted(inputs: Inputs) -> Array:
 
 
 def relative_error(out: Array, wanted: Array) -> float:
-    """Norm of the difference over the norm of what is wanted; NaN where a number is none."""
+    """Norm of the difference over the norm of what is wanted; NaN if either has a NaN."""
     difference = out.astype(jnp.float32) - wanted
     return float(jnp.linalg.norm(difference.ravel()) / jnp.linalg.norm(wanted.ravel()))

@@ -1,9 +1,9 @@
 """How long a jitted function takes on the device, and how fast the device moves bytes.
 
 Inputs stand in several sets, used in turn, which together exceed the device's caches several times:
-no call finds in them what an earlier one read. On a GPU a call's time is that of its kernels as
-CUPTI records them: launches and the gaps between kernels do not count. Where CUPTI is not to be
-had, and on a CPU, it is the host's clock around calls that follow one another.
+no call finds in them what an earlier one read. On a GPU a call takes as long as CUPTI says that its
+kernels take: launches and the gaps between kernels do not count. On a CPU, and where CUPTI is
+missing, the host's clock times calls that follow one another.
 """
 
 import math
@@ -31,13 +31,13 @@ MIN_SAMPLE_SECONDS = 2e-3
 # Kernels of a program run one after the other, as they would alone: no graph, which may run them
 # side by side.
 NO_GRAPHS = {"xla_gpu_enable_command_buffer": ""}
-# Of one array that is copied: a GPU's copy lasts long against its launch; a CPU's allocator keeps
-# memory of this size, where larger arrays would time page faults.
+# The size of an array that is copied. A GPU's copy lasts long against its launch; a CPU's allocator
+# keeps memory of this size, where larger arrays would time page faults.
 COPY_BYTES = {"gpu": 1 << 30, "cpu": 16 << 20}
 
 
 class Timing(NamedTuple):
-    """Of one call, in seconds: the median of many, with quartiles."""
+    """The time of one call in seconds: the median of many calls, with quartiles."""
 
     seconds: float
     low: float
@@ -47,7 +47,7 @@ class Timing(NamedTuple):
 
 
 class NoProfiler(RuntimeError):
-    """Device times are not to be had here; says why."""
+    """Device times cannot be measured here; the message says why."""
 
 
 def cache_bytes() -> int:
@@ -142,7 +142,7 @@ def clocked_calls(
 
 
 def copy_bandwidth() -> float:
-    """Bytes per second in a plain copy: those read and those written, both counted.
+    """Bytes per second of a plain copy; it counts the bytes read and the bytes written.
 
     The faster of two ways: a kernel that writes every number's complement (which XLA cannot leave
     out), and XLA's own copy of an array.

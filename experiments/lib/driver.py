@@ -3,10 +3,8 @@
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, closing, nullcontext
 from dataclasses import dataclass, replace
-from types import TracebackType
-from typing import Self
 
 from tqdm import tqdm
 
@@ -19,21 +17,20 @@ from paged_jax.scheduling.checks import num_blocks_needed
 from paged_jax.scheduling.request import Request
 from paged_jax.workloads import WorkloadRequest
 
-_REDRAW_S = 0.25
+REDRAW_S = 0.25
+ONE_SAMPLE = SamplingParams()
 
 
 class ServingProgress:
-    """Requests that have ended; tokens/s, sequences running and waiting, use of the KV pool."""
+    """A bar of the requests that have ended, with tokens/s, sequences and use of the KV pool."""
 
     def __init__(self, num_requests: int):
         self._bar = tqdm(total=num_requests, desc="serving", unit="request")
         self._start_s: float | None = None
         self._drawn_s = 0.0
         self._num_tokens = 0
-
-    def advance(self, num_ended: int) -> None:
-        """Requests that ended."""
-        self._bar.update(num_ended)
+        self.advance = self._bar.update  # by the number of requests that have ended
+        self.close = self._bar.close
 
     def show(self, stats: IterationStats) -> None:
         """Take in an iteration; its figures are drawn a few times a second."""
@@ -41,7 +38,7 @@ class ServingProgress:
             self._start_s = stats.start_s
         self._num_tokens += stats.num_sampled
         now = stats.start_s + stats.wall_s
-        if now - self._drawn_s < _REDRAW_S:
+        if now - self._drawn_s < REDRAW_S:
             return
         self._drawn_s = now
         usage = stats.usage
@@ -50,20 +47,6 @@ class ServingProgress:
             f"{stats.num_running} running, {stats.num_waiting} waiting, "
             f"KV {1 - (usage.free + usage.external) / usage.total:.0%}"
         )
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        self._bar.close()
-
-
-_ONE_SAMPLE = SamplingParams()
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,19 +62,19 @@ class ServedRequest:
 
 @dataclass(frozen=True)
 class ServedRun:
-    """A workload, served. Times in seconds."""
+    """A workload that has been served. Times in seconds."""
 
     served: list[ServedRequest]  # by arrival
     steps: list[IterationStats]
     start_s: float  # on the engine's clock
     wall_s: float
     idle_s: float  # slept, with nothing to do before the next arrival
-    step_s: float  # in `Engine.step`: the iterations, and what is made of their tokens
+    step_s: float  # in `Engine.step`: the iterations, and the delivery of their tokens
     num_compilations: int
 
 
 def require_fitting(
-    engine: Engine, requests: Sequence[WorkloadRequest], params: SamplingParams = _ONE_SAMPLE
+    engine: Engine, requests: Sequence[WorkloadRequest], params: SamplingParams = ONE_SAMPLE
 ) -> None:
     """ValueError if the engine can never hold one of the requests, even alone."""
     beam_width = params.beam_width or 1
@@ -129,9 +112,9 @@ def serve(
     """Add each request when it arrives and step until all have ended.
 
     requests: by arrival; each brings its output's length and says whether EOS ends it.
-    params: the rest of its sampling parameters.
-    priorities: of each request; None: all have the same.
-    timeout_s: seconds from its arrival after which a request ends with what it has.
+    params: the other sampling parameters, the same for all.
+    priorities: one for each request; by default all have the same.
+    timeout_s: a request ends with what it has this long after its arrival.
     mark: entered around each step of the engine, with its number, as a profiler wants it.
 
     A request that the engine refuses is recorded, and the others go on. The engine's
@@ -146,7 +129,7 @@ def serve(
     idle_s = step_s = 0.0
     engine.core.on_iteration = steps.append
     clock = engine.core.clock
-    with count_compilations() as compiled, ServingProgress(len(requests)) as progress:
+    with count_compilations() as compiled, closing(ServingProgress(len(requests))) as progress:
         start = clock()
         while upcoming or engine.has_work:
             now = clock()

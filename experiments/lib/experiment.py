@@ -1,7 +1,7 @@
 """How an experiment runs: flags to options, a grid of points to rows, an exit code.
 
 @dataclass(frozen=True, kw_only=True)
-class Config(Options): ...                        # its flags
+class Config(Options): ...                        # the experiment's flags
 
 def measure(point: Point) -> Row: ...             # one point of its grid
 
@@ -13,24 +13,26 @@ if __name__ == "__main__":
     run(main, Config)
 """
 
+import contextlib
 import functools
 import hashlib
 import multiprocessing
 import os
 import pickle
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
-from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, BinaryIO, NoReturn
 
 from absl import app, flags, logging
 from tqdm import tqdm
 
 from experiments.lib import options, reporting
 from experiments.lib.options import Options
+from pallas_kernels import extras
 
 _POINTS = "points.pickle"  # points that are done, in the folder of an experiment that is not
 
@@ -38,10 +40,12 @@ _POINTS = "points.pickle"  # points that are done, in the folder of an experimen
 def run(main: Callable[..., int | None], *configs: type[Any]) -> NoReturn:
     """Parse the flags of `configs`, call `main` with an instance of each, and exit.
 
-    The exit code is what `main` returns (None: 0), or 2 on bad input, which is one line on stderr:
-    a flag that absl refuses, or a ValueError; `--verbosity=1` adds the traceback. Any other
-    exception is a fault and keeps its traceback. One of `configs` is an `Options`: its folder is
-    there before `main` runs, and is named in the last line.
+    One of `configs` is an `Options`: its folder is there before `main` runs, and the last line
+    names it. The exit code is what `main` returns (None: 0).
+
+    Bad input, which is a flag that absl refuses or a ValueError, is one line on stderr and exit
+    code 2; `--verbosity=1` adds the traceback. Any other exception is a fault and keeps its
+    traceback.
     """
     for name in [name for config in configs for name in options.define(config)]:
         flags.FLAGS.register_key_flag_for_module(sys.argv[0], flags.FLAGS[name])
@@ -61,6 +65,7 @@ def run(main: Callable[..., int | None], *configs: type[Any]) -> NoReturn:
         if not flags.FLAGS["verbosity"].present:
             logging.set_verbosity(logging.WARNING)  # absl's default shows JAX's search for devices
         try:
+            extras.check_platforms()
             given = [options.from_flags(config) for config in configs]
             own = next(index for index, each in enumerate(given) if isinstance(each, Options))
             given[own] = replace(given[own], out_dir=given[own].out_dir or default_out_dir())
@@ -99,72 +104,93 @@ def grid[Point, Row](
 ) -> list[Row]:
     """`measure` of each point, in their order, with a progress bar.
 
-    Points that an interrupted run with the same options and the same code has done are not measured
-    again. With more `processes` than one (None: one for each core), points must not depend on each
-    other, and `measure`, points and rows travel between processes: they are plain data and
-    functions of a module. Points that take longest should come first.
+    Points that an interrupted run has done with the same options and code, on the same kind of
+    machine, are not measured again: a row depends on these and on its point alone. `measure` may be
+    a method of an object that holds an engine.
+
+    With more `processes` than one (None: one for each core), points must not depend on each other,
+    and `measure`, points and rows travel between processes: they are plain data and functions of a
+    module. Points that take longest should come first.
     """
-    store = Path(config.out_dir) / _POINTS
-    done = dict(_read(store))
-    keys = [_key(measure, point, config) for point in points]
-    missing = [index for index, key in enumerate(keys) if key not in done]
-    bar = tqdm(total=len(points), desc=description, unit=unit, initial=len(points) - len(missing))
-    with bar, store.open("ab") as file:
-        for index, row in _measured(measure, points, missing, processes):
-            done[keys[index]] = row
-            pickle.dump((keys[index], row), file)
-            file.flush()
-            bar.update()
-    return [done[key] for key in keys]
+    keys = _keys(measure, points, config)
+    with (Path(config.out_dir) / _POINTS).open("a+b") as store:
+        done = dict(_read(store))
+        missing = [index for index, key in enumerate(keys) if key not in done]
+        num_done = len(points) - len(missing)
+        with tqdm(total=len(points), desc=description, unit=unit, initial=num_done) as bar:
+
+            def keep(index: int, row: Row) -> None:
+                done[keys[index]] = pickle.dumps(row)
+                pickle.dump((keys[index], done[keys[index]]), store)
+                store.flush()
+                bar.update()
+
+            _measure_all(measure, {index: points[index] for index in missing}, processes, keep)
+    return [pickle.loads(done[key]) for key in keys]
 
 
-def _measured(
-    measure: Callable[[Any], Any], points: Sequence[Any], missing: list[int], processes: int | None
-) -> Iterator[tuple[int, Any]]:
-    """(index, row) of the missing points, as they are done."""
-    processes = min(processes or len(os.sched_getaffinity(0)), len(missing))
+def _measure_all[Point, Row](
+    measure: Callable[[Point], Row],
+    points: dict[int, Point],
+    processes: int | None,
+    keep: Callable[[int, Row], None],
+) -> None:
+    """Call `keep` with each point's index and row, as they are done; a fault ends all at once."""
+    processes = min(processes or _num_cores(), len(points))
     if processes <= 1:
-        yield from ((index, measure(points[index])) for index in missing)
+        for index, point in points.items():
+            keep(index, measure(point))
         return
-    with _pool(processes) as pool:
-        futures = {pool.submit(measure, points[index]): index for index in missing}
-        for future in as_completed(futures):
-            yield futures[future], future.result()  # a fault ends the run at once
-
-
-@contextmanager
-def _pool(processes: int) -> Iterator[ProcessPoolExecutor]:
     # Not forked: a process that runs JAX's threads must not be.
     with ProcessPoolExecutor(processes, multiprocessing.get_context("spawn")) as pool:
+        futures = {pool.submit(measure, point): index for index, point in points.items()}
         try:
-            yield pool
+            for future in as_completed(futures):
+                keep(futures[future], future.result())
         except BaseException:
-            pool.shutdown(wait=False, cancel_futures=True)
+            for process in multiprocessing.active_children():
+                process.terminate()
             raise
 
 
-def _key(measure: Callable[..., Any], point: object, config: Options) -> str:
-    """A digest of all that a point's row depends on."""
-    shared = options.as_dict(config) | {"out_dir": None, "processes": None}
-    return hashlib.sha256(_code() + pickle.dumps((measure, point, shared))).hexdigest()
+def _num_cores() -> int:
+    """The cores that this process may use."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+def _keys(measure: Callable[..., Any], points: Sequence[object], config: Options) -> list[str]:
+    """For each point a digest of all that its row depends on; equal points are told apart."""
+    given = options.as_dict(config) | {"out_dir": None, "processes": None}
+    machine = reporting.environment() | {"git_commit": None}
+    measure = getattr(measure, "__func__", measure)  # without the object that it is a method of
+    seen: Counter[bytes] = Counter()
+    keys = []
+    for point in points:
+        pickled = _code() + pickle.dumps((measure, point, given, machine))
+        keys.append(f"{hashlib.sha256(pickled).hexdigest()} {seen[pickled]}")
+        seen[pickled] += 1
+    return keys
 
 
 @functools.cache
 def _code() -> bytes:
-    """A digest of the project's sources."""
+    """A digest of the project's sources and of the script that runs."""
     root = Path(__file__).parents[2]
     packages = ("experiments", "paged_jax", "pallas_kernels")
     files = sorted(path for package in packages for path in (root / package).rglob("*.py"))
-    return hashlib.sha256(b"".join(path.read_bytes() for path in files)).digest()
+    script = Path(sys.argv[0])
+    contents = [path.read_bytes() for path in (*files, script) if path.is_file()]
+    return hashlib.sha256(b"".join(contents)).digest()
 
 
-def _read(store: Path) -> Iterator[tuple[str, Any]]:
-    """Keys and rows of the points that are done; the last one may have been cut off."""
-    if not store.exists():
-        return
-    with store.open("rb") as file:
+def _read(store: BinaryIO) -> Iterator[tuple[str, bytes]]:
+    """Keys and pickled rows of the points that are done; what is cut off after them is removed."""
+    store.seek(0)
+    end = 0
+    with contextlib.suppress(EOFError, pickle.UnpicklingError):
         while True:
-            try:
-                yield pickle.load(file)
-            except (EOFError, pickle.UnpicklingError):
-                return
+            yield pickle.load(store)
+            end = store.tell()
+    store.truncate(end)

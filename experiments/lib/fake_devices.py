@@ -1,7 +1,7 @@
-"""An executor that does all of the host's work and, in place of the device's, sleeps."""
+"""Executors that stand in for a device, and one that keeps notes of what any executor is given."""
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 
 import numpy as np
 
@@ -12,17 +12,53 @@ from paged_jax.executor.interface import Executor, StepResult
 from paged_jax.executor.prefill_arrays import PrefillShape, prefill_arrays
 from paged_jax.memory.block_manager import BlockManager
 from paged_jax.memory.interface import MemoryManager
+from paged_jax.outputs import TokenLogprobs
 from paged_jax.sampling_params import SamplingParams
 from paged_jax.scheduling.batch import ScheduledBatch
 from paged_jax.scheduling.request import Request
 from paged_jax.scheduling.scheduler import Scheduler
+from paged_jax.simulation.executor import VOCAB_SIZE, BeamCandidates, Branching
+
+TOKEN = 7  # the answer of a device that computes nothing
+
+
+class ConstantDevice(Executor):
+    """Answers at once, with a constant token."""
+
+    def __init__(self, memory: MemoryManager):
+        self._memory = memory
+
+    def execute(self, batch: ScheduledBatch) -> StepResult:
+        self._memory.take_copies()
+        n = batch.num_samples
+        return StepResult([TOKEN] * n, [None] * n, 0.0)
+
+
+class BranchingDevice(Executor):
+    """Answers at once: samples with random tokens, beams with candidates that `branching` draws."""
+
+    def __init__(self, memory: MemoryManager, *, seed: int, branching: Branching | None = None):
+        self._memory = memory
+        self._rng = np.random.default_rng(seed)
+        self._beams = BeamCandidates(self._rng, branching)
+
+    def execute(self, batch: ScheduledBatch) -> StepResult:
+        self._memory.take_copies()
+        sampled = batch.sampled
+        tokens: list[int] = self._rng.integers(VOCAB_SIZE, size=len(sampled)).tolist()
+        logprobs: list[TokenLogprobs | None] = [None] * len(sampled)
+        beams = [i for i, seq in enumerate(sampled) if seq.request.beam_search is not None]
+        if beams:
+            for i, row in zip(beams, self._beams.draw([sampled[i] for i in beams]), strict=True):
+                logprobs[i] = row
+        return StepResult(tokens, logprobs, 0.0)
 
 
 class SleepingDevice(Executor):
-    """Builds every array that a step would get, and answers with a constant token.
+    """Builds every array that a step would get, sleeps, and answers with a constant token.
 
-    Iterations queue up as they do on a GPU: each takes ``device_s`` seconds from when it is
-    dispatched, or from when the one before is through.
+    Iterations queue up as they do on a GPU: each takes `device_s` seconds from its dispatch, or
+    from the end of the iteration before it.
     """
 
     def __init__(
@@ -71,7 +107,7 @@ class SleepingDevice(Executor):
 
 
 class SleepingIteration:
-    """An iteration that is through at ``end_s``, by `time.perf_counter`."""
+    """An iteration that ends at `end_s`, by `time.perf_counter`."""
 
     def __init__(self, num_samples: int, begin_s: float, end_s: float):
         self._num_samples = num_samples
@@ -81,7 +117,38 @@ class SleepingIteration:
         if (rest_s := self._end_s - time.perf_counter()) > 0:
             time.sleep(rest_s)
         n = self._num_samples
-        return StepResult([7] * n, [None] * n, self._end_s - self._begin_s)
+        return StepResult([TOKEN] * n, [None] * n, self._end_s - self._begin_s)
+
+
+class BatchRecorder[Note](Executor):
+    """Passes each batch on to an executor, real or fake, and keeps notes of it.
+
+    notes_of: the notes to keep of a batch, taken before it is executed.
+    """
+
+    def __init__(self, executor: Executor, notes_of: Callable[[ScheduledBatch], Iterable[Note]]):
+        self._executor = executor
+        self._notes_of = notes_of
+        self._notes: list[Note] = []
+
+    def execute(self, batch: ScheduledBatch) -> StepResult:
+        self._notes.extend(self._notes_of(batch))
+        return self._executor.execute(batch)
+
+    @property
+    def cache_is_lost(self) -> bool:
+        return self._executor.cache_is_lost
+
+    def reset_cache(self) -> None:
+        self._executor.reset_cache()
+
+    def take(self) -> list[Note]:
+        """The notes since the last call."""
+        notes, self._notes = self._notes, []
+        return notes
+
+
+# A loop without a model
 
 
 MAX_PREFILL_SEQS = 16

@@ -1,6 +1,6 @@
 """Figures as the experiments draw them: panels of lines and bars, with what the paper found."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,14 +11,19 @@ from matplotlib.figure import Figure
 Points = Sequence[tuple[float, float | None]]
 
 
-def panels(rows: int = 1, columns: int = 1, *, size: tuple[float, float] = (4.5, 3.2)) -> Any:
-    """(figure, array of axes `[rows, columns]`), each panel `size` inches."""
+plt.switch_backend("agg")  # figures are saved and never shown
+
+
+def panels(
+    rows: int = 1, columns: int = 1, *, size: tuple[float, float] = (4.5, 3.2), **options: Any
+) -> Any:
+    """(figure, array of axes `[rows, columns]`), each panel `size` inches.
+
+    options: further ones of `plt.subplots`, such as sharex=True.
+    """
+    figsize = (size[0] * columns, size[1] * rows)
     return plt.subplots(
-        rows,
-        columns,
-        figsize=(size[0] * columns, size[1] * rows),
-        squeeze=False,
-        layout="constrained",
+        rows, columns, figsize=figsize, squeeze=False, layout="constrained", **options
     )
 
 
@@ -48,3 +53,10 @@ def save(figure: Figure, out_dir: str | Path, name: str) -> None:
     """Write the figure to `out_dir/name` and let go of it."""
     figure.savefig(Path(out_dir) / name, dpi=150)
     plt.close(figure)
+
+
+def powers_of_two(axes: Axes, values: Iterable[float]) -> None:
+    """A logarithmic x axis with a tick at each of the values."""
+    places = sorted(set(values))
+    axes.set_xscale("log", base=2)
+    axes.set_xticks(places, [f"{place:,g}" for place in places])

@@ -10,12 +10,14 @@ them. Nothing is defined before `define` is called, so a module can be imported 
 """
 
 import dataclasses
-from collections.abc import Collection, Mapping
+from collections.abc import Collection
 from dataclasses import dataclass
 from types import NoneType, UnionType
 from typing import Any, Literal, Union, cast, get_args, get_origin
 
 from absl import flags
+
+from paged_jax.config import EngineConfig
 
 _SAME = object()  # what --quick makes of an option that it leaves alone
 
@@ -44,6 +46,21 @@ def option(
     )
 
 
+def engine_option(name: str, default: Any = _SAME) -> Any:
+    """The engine's option of that name, with another default where the experiment needs one."""
+    field = EngineConfig.__dataclass_fields__[name]
+    text, least = field.metadata["text"], field.metadata["least"]
+    if default is _SAME:
+        return option(field.default, text, least=least)
+    return option(default, text.partition(" The default is ")[0], least=least)
+
+
+def engine_options(config: Any) -> dict[str, Any]:
+    """The options that are an engine's, by name, to be passed to `paged_jax.Engine`."""
+    known = EngineConfig.__dataclass_fields__
+    return {name: value for name, value in as_dict(config).items() if name in known}
+
+
 @dataclass(frozen=True, kw_only=True)
 class Options:
     """The options that every experiment has."""
@@ -55,116 +72,123 @@ class Options:
 
 @dataclass(frozen=True, kw_only=True)
 class SimulationOptions(Options):
-    """Those of an experiment with independent simulated points."""
+    """The options of an experiment whose points are simulated, each by itself."""
 
     processes: int | None = option(
         None, "So many processes simulate at a time. By default one for each core.", least=1
     )
 
 
-def define(
-    config: type[Any],
-    values: flags.FlagValues = flags.FLAGS,
-    *,
-    choices: Mapping[str, Collection[str]] | None = None,
-) -> list[str]:
+def define(config: type[Any], values: flags.FlagValues = flags.FLAGS) -> list[str]:
     """Define a flag for each field of `config` that has none yet; returns the fields' names.
 
-    `choices` adds strings to choose from, by name of the field.
+    A class may have `CHOICES`: strings to choose from, by the names of fields that it inherits from
+    a class that cannot know them.
     """
-    fields = [field for field in dataclasses.fields(config) if "text" in field.metadata]
+    fields = _options(config)
     for field in fields:
         if field.name not in values:
-            _define(field, values, (choices or {}).get(field.name))
+            _define(field, _Kind.of(config, field), values)
     return [field.name for field in fields]
 
 
-def _define(
-    field: dataclasses.Field[Any], values: flags.FlagValues, named: Collection[str] | None
-) -> None:
-    kind, is_tuple, literals = _type_of(field)
-    meta = field.metadata
-    names = tuple(named or meta.get("choices") or literals)
-    text, default = meta["text"], cast(Any, field.default)
+def _define(field: "dataclasses.Field[Any]", kind: "_Kind", values: flags.FlagValues) -> None:
+    name, meta, default = field.name, field.metadata, cast(Any, field.default)
+    text = meta["text"]
     if (quick := meta.get("quick", _SAME)) is not _SAME:
         text += f" With --quick: {_shown(quick)}."
     common: dict[str, Any] = {"help": text, "flag_values": values}
-    if is_tuple and meta["repeats"]:
-        flags.DEFINE_multi_string(field.name, default, **common)
-    elif is_tuple:
-        flags.DEFINE_list(field.name, default and [str(each) for each in default], **common)
-    elif kind is bool:
-        flags.DEFINE_bool(field.name, default, **common)
-    elif kind in (int, float):
-        make = flags.DEFINE_integer if kind is int else flags.DEFINE_float
-        bounds = {"lower_bound": meta.get("least"), "upper_bound": meta.get("most")}
-        make(field.name, default, **common, **bounds)
-    elif names:
-        flags.DEFINE_enum(field.name, default, list(names), **common)
+    if kind.is_tuple and meta["repeats"]:
+        flags.DEFINE_multi_string(name, default, **common)
+    elif kind.is_tuple:
+        if kind.choices:
+            common["help"] = f"<{'|'.join(kind.choices)}>: {text}"  # as absl shows an enum
+        flags.DEFINE_list(name, default and [str(each) for each in default], **common)
+    elif kind.type is bool:
+        flags.DEFINE_bool(name, default, **common)
+    elif kind.type in (int, float):
+        make = flags.DEFINE_integer if kind.type is int else flags.DEFINE_float
+        make(name, default, lower_bound=kind.least, upper_bound=kind.most, **common)
+    elif kind.choices:
+        flags.DEFINE_enum(name, default, list(kind.choices), **common)
     else:
-        flags.DEFINE_string(field.name, default, **common)
+        flags.DEFINE_string(name, default, **common)
 
 
 def from_flags[Config](config: type[Config], values: flags.FlagValues = flags.FLAGS) -> Config:
-    """The options as the flags have them; ValueError for a list with an element that is wrong."""
+    """The options as the flags have them; ValueError for a list with a wrong element, or none."""
     is_quick = "quick" in values and values["quick"].value
     given: dict[str, Any] = {}
-    for field in dataclasses.fields(config):  # type: ignore[arg-type]
-        if "text" not in field.metadata:
-            continue
-        flag = values[field.name]
+    for field in _options(config):
+        flag, kind = values[field.name], _Kind.of(config, field)
         quick = field.metadata.get("quick", _SAME)
         if is_quick and not flag.present and quick is not _SAME:
             given[field.name] = quick
-        elif _type_of(field)[1] and flag.value is not None:
-            given[field.name] = tuple(_element(field, each) for each in flag.value)
+        elif kind.is_tuple and flag.value is not None:
+            if flag.present and not flag.value:
+                raise ValueError(f"--{field.name} takes one value at least, got none")
+            given[field.name] = tuple(kind.element(field.name, each) for each in flag.value)
         else:
             given[field.name] = flag.value
     return config(**given)
 
 
-def _element(field: dataclasses.Field[Any], text: str) -> Any:
-    """An element of a list flag; ValueError if it is none."""
-    kind, _, literals = _type_of(field)
-    name, least = field.name, field.metadata["least"]
-    names = field.metadata["choices"] or literals
-    if kind is str:
-        if names and text not in names:
-            raise ValueError(f"--{name} takes {', '.join(names)}; got {text!r}")
-        return text
-    try:
-        value = kind(text)
-        if least is not None and value < least:
-            raise ValueError
-    except ValueError:
-        kinds = "integers" if kind is int else "numbers"
-        bound = "" if least is None else f" of at least {least}"
-        raise ValueError(f"--{name} takes {kinds}{bound}, got {text!r}") from None
-    return value
+def as_dict(*configs: Any) -> dict[str, Any]:
+    """All options with their values, as results.json has them."""
+    return {
+        field.name: getattr(config, field.name) for config in configs for field in _options(config)
+    }
 
 
-def _type_of(field: dataclasses.Field[Any]) -> tuple[type, bool, tuple[str, ...]]:
-    """(type of the value or of a tuple's elements, whether it is a tuple, a Literal's strings)."""
-    kind: Any = field.type
-    if get_origin(kind) in (Union, UnionType):
-        kind = next(each for each in get_args(kind) if each is not NoneType)
-    is_tuple = get_origin(kind) is tuple
-    if is_tuple:
-        kind = get_args(kind)[0]
-    if get_origin(kind) is Literal:
-        return str, is_tuple, get_args(kind)
-    return kind, is_tuple, ()
+def _options(config: Any) -> "list[dataclasses.Field[Any]]":
+    """The fields that are options; a class may have others."""
+    return [field for field in dataclasses.fields(config) if "text" in field.metadata]
+
+
+@dataclass(frozen=True)
+class _Kind:
+    """The values that an option, or each element of a tuple, can have."""
+
+    type: type
+    is_tuple: bool
+    choices: tuple[str, ...]
+    least: float | None
+    most: float | None
+
+    @classmethod
+    def of(cls, config: Any, field: "dataclasses.Field[Any]") -> "_Kind":
+        kind: Any = field.type
+        if get_origin(kind) in (Union, UnionType):
+            kind = next(each for each in get_args(kind) if each is not NoneType)
+        is_tuple = get_origin(kind) is tuple
+        if is_tuple:
+            kind = get_args(kind)[0]
+        meta = field.metadata
+        choices = getattr(config, "CHOICES", {}).get(field.name) or meta.get("choices", ())
+        if get_origin(kind) is Literal:
+            kind, choices = str, get_args(kind)
+        if kind not in (bool, int, float, str):
+            raise TypeError(f"the option {field.name} has a type without flags: {field.type}")
+        return cls(kind, is_tuple, tuple(choices), meta.get("least"), meta.get("most"))
+
+    def element(self, name: str, text: str) -> Any:
+        """An element of the list flag `name`; ValueError for one that it cannot have."""
+        if self.choices and text not in self.choices:
+            raise ValueError(f"--{name} takes {', '.join(self.choices)}; got {text!r}")
+        bounds = {"at least": self.least, "at most": self.most}
+        given = [f"{word} {bound}" for word, bound in bounds.items() if bound is not None]
+        try:
+            value = self.type(text)
+            if self.least is not None and not value >= self.least:
+                raise ValueError
+            if self.most is not None and not value <= self.most:
+                raise ValueError
+        except ValueError:
+            kinds = {int: "integers", float: "numbers"}[self.type]
+            of = f" of {' and '.join(given)}" if given else ""
+            raise ValueError(f"--{name} takes {kinds}{of}, got {text!r}") from None
+        return value
 
 
 def _shown(value: Any) -> str:
     return ",".join(map(str, value)) if isinstance(value, tuple) else str(value)
-
-
-def as_dict(*configs: Any) -> dict[str, Any]:
-    """All options with their values, as results.json has them."""
-    return {
-        field.name: getattr(config, field.name)
-        for config in configs
-        for field in dataclasses.fields(config)
-        if "text" in field.metadata
-    }

@@ -1,4 +1,4 @@
-"""The figures of a run: what `results.json` and the tables say of it."""
+"""The figures of a run, which results.json and the tables hold."""
 
 import re
 from collections import Counter
@@ -30,14 +30,25 @@ def outcome(served: ServedRequest) -> Outcome | None:
     return ("cut short", reason) if reason in CUT_SHORT else None
 
 
-def shortfalls(requests: Iterable[ServedRequest]) -> list[dict[str, str | int]]:
-    """What went wrong, how often, most frequent first.
+def complete_outputs(run: ServedRun) -> list[RequestOutput]:
+    """The outputs of requests that were served to their end."""
+    return [each.output for each in run.served if each.output and outcome(each) is None]
 
-    Reasons that differ in numbers alone count as one, which is given as it was first.
+
+def num_output_tokens(run: ServedRun) -> int:
+    """The tokens of all outputs, complete or not."""
+    outputs = (served.output for served in run.served if served.output is not None)
+    return sum(len(completion.token_ids) for output in outputs for completion in output.outputs)
+
+
+def shortfalls(requests: Iterable[ServedRequest]) -> list[dict[str, str | int]]:
+    """How requests fell short and how often, the most frequent first.
+
+    Reasons that differ in numbers alone count as one, and the first of them is given.
     """
     counts: Counter[Outcome] = Counter()
     first: dict[Outcome, Outcome] = {}
-    for what, why in _outcomes(requests):
+    for what, why in filter(None, map(outcome, requests)):
         kind = what, re.sub(r"\d+(\.\d+)?|'[^']*'", "#", why)
         counts[kind] += 1
         first.setdefault(kind, (what, why))
@@ -47,21 +58,14 @@ def shortfalls(requests: Iterable[ServedRequest]) -> list[dict[str, str | int]]:
     ]
 
 
-def _outcomes(requests: Iterable[ServedRequest]) -> Iterator[Outcome]:
-    for served in requests:
-        found = outcome(served)
-        if found is not None:
-            yield found
-
-
 def run_figures(run: ServedRun, engine: Engine, started_s: float) -> dict[str, Any]:
     """Everything that was measured; None where there is nothing to measure.
 
-    engine: which has served nothing else.
-    started_s: when the command started, on the engine's clock.
+    engine: the run's, which has served nothing else.
+    started_s: the time at which the command started, on the engine's clock.
     """
     outputs = [served.output for served in run.served if served.output is not None]
-    output_tokens = sum(len(out.token_ids) for output in outputs for out in output.outputs)
+    output_tokens = num_output_tokens(run)
     device_s = sum(step.device_s for step in run.steps)
     executor = engine.executor
     warm_up_wait_s = executor.warm_up.waited_s if executor.warm_up else 0.0
@@ -71,7 +75,7 @@ def run_figures(run: ServedRun, engine: Engine, started_s: float) -> dict[str, A
         default=None,
     )
     sharing, scheduler = engine.sharing_stats, engine.core.scheduler
-    outcomes = Counter(found[0] for found in map(outcome, run.served) if found is not None)
+    outcomes = Counter(what for what, _ in filter(None, map(outcome, run.served)))
     return {
         "requests": len(run.served),
         "refused": outcomes["refused"],
@@ -89,16 +93,16 @@ def run_figures(run: ServedRun, engine: Engine, started_s: float) -> dict[str, A
         "host_fraction": _ratio(step_s - device_s, step_s),
         "host_s_per_iteration": _ratio(step_s - device_s, len(run.steps)),
         "wall_over_device": _ratio(run.wall_s - run.idle_s - warm_up_wait_s, device_s),
-        **latencies([s.output for s in run.served if s.output and outcome(s) is None]),
+        **latencies(complete_outputs(run)),
         "ttft_s_by_priority": ttft_by_priority(run),
         "iterations": len(run.steps),
         **mean_batch_sizes(run.steps),
-        "preemptions": scheduler.num_preemptions,
-        "preemptions_by_swap": scheduler.num_preemptions_by_swap,
-        "swap_fallbacks": scheduler.num_swap_fallbacks,
-        "recomputed_tokens": scheduler.num_recomputed_tokens,
-        "swapped_out_blocks": scheduler.num_swapped_out_blocks,
-        "swapped_in_blocks": scheduler.num_swapped_in_blocks,
+        "preemptions": scheduler.counters.num_preemptions,
+        "preemptions_by_swap": scheduler.counters.num_preemptions_by_swap,
+        "swap_fallbacks": scheduler.counters.num_swap_fallbacks,
+        "recomputed_tokens": scheduler.counters.num_recomputed_tokens,
+        "swapped_out_blocks": scheduler.counters.num_swapped_out_blocks,
+        "swapped_in_blocks": scheduler.counters.num_swapped_in_blocks,
         "swap_s": sum(step.swap_s for step in run.steps),
         "prefix_hit_rate": sharing.hit_rate,
         "sharing": sharing,
@@ -119,13 +123,13 @@ def _since(start_s: float, time_s: float | None) -> float | None:
 
 
 def latencies(outputs: list[RequestOutput]) -> dict[str, Any]:
-    """Seconds, each as mean and percentiles; the arrival counts, so waiting is part of them.
+    """Latencies in seconds, each as mean and percentiles; waiting after the arrival is included.
 
-    outputs: of requests served to their end; what others took says nothing of what they needed.
+    outputs: `complete_outputs`; the times of others say nothing of what they needed.
 
-    ttft_s: from arrival to first token, of each request.
-    tpot_s: time per token after the first, of each request that has one.
-    inter_token_s: from each token to the next, of all requests together.
+    ttft_s: from arrival to first token, for each request.
+    tpot_s: time per token after the first, for each request that has one.
+    inter_token_s: from each token to the next, for all requests together.
     normalised_latency_s: from arrival to last token, per output token (Kwon et al., section 6.1).
     """
     ttft, tpot, gaps, normalised = [], [], [], []
@@ -146,9 +150,9 @@ def latencies(outputs: list[RequestOutput]) -> dict[str, Any]:
 
 
 def ttft_by_priority(run: ServedRun) -> dict[int, dict[str, float | None]]:
-    """Seconds from arrival to first token, of each priority that a request has.
+    """Seconds from arrival to first token, for each priority that a request has.
 
-    As in `latencies`, those that were not served to their end do not count.
+    As in `latencies`, requests that were not served to their end do not count.
     """
     times: dict[int, list[float]] = {}
     for served in run.served:
@@ -160,12 +164,12 @@ def ttft_by_priority(run: ServedRun) -> dict[int, dict[str, float | None]]:
 
 
 def batch_size(step: IterationStats) -> int:
-    """Sequences that an iteration computed for, decoding or prefilling."""
+    """Sequences that an iteration computed, decoding or prefilling."""
     return step.num_decodes + step.num_prefill_seqs
 
 
 def mean_batch_sizes(steps: list[IterationStats]) -> dict[str, float | None]:
-    """Mean over iterations, and over time: a long iteration weighs more."""
+    """The mean over iterations, and the mean over time, where a long iteration weighs more."""
     if not steps:
         return {"mean_batch_size": None, "mean_batch_size_over_time": None}
     sizes = [batch_size(step) for step in steps]
@@ -177,7 +181,7 @@ def mean_batch_sizes(steps: list[IterationStats]) -> dict[str, float | None]:
 
 
 def kv_usage(steps: list[IterationStats]) -> dict[str, float] | None:
-    """Where the slots went: shares of the pool, averaged over the time of the iterations."""
+    """The pool's slots by what held them: shares, averaged over the time of the iterations."""
     if not steps:
         return None
     weights = [step.wall_s for step in steps]

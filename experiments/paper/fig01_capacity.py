@@ -1,9 +1,9 @@
 """How many sequences fit? KV memory, blocks and batches of a model on a GPU (Figure 1, table 1).
 
     python -m experiments.paper.fig01_capacity --quick
-    python -m experiments.paper.fig01_capacity --model=Llama-3-8B --gpu=H100 --lengths=sharegpt_trace
-    python -m experiments.paper.fig01_capacity --model=Llama-3-70B --gpu=H200 --num_gpus=4 --block_size=32
-    python -m experiments.paper.fig01_capacity --model=path/to/model --gpu=A100-80GB --objective_s=0.1
+    python -m experiments.paper.fig01_capacity --model=Llama-3-8B --gpu=H100
+    python -m experiments.paper.fig01_capacity --model=Llama-3-70B --gpu=H200 --num_gpus=4
+    python -m experiments.paper.fig01_capacity --model=path/to/model --lengths=sharegpt_trace
 
 First the paper's three set-ups: bytes of a token's keys and values, and how many fit. Then yours: a
 model by name, or a Hugging Face folder or .gguf file of which the config alone is read; blocks,
@@ -19,31 +19,22 @@ Expect seconds without the simulation, a minute with --quick and ten without, on
 --out_dir gets results.json, results.csv and capacity.png.
 """
 
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
-from functools import partial
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import matplotlib.pyplot as plt
 import numpy as np
-from absl import flags
 from matplotlib.axes import Axes
 
-from experiments.lib import reporting
-from experiments.lib.parallel import run_all
-from experiments.lib.reporting import preset
-from experiments.paper.requests import LENGTHS, check_lengths, draw, note_on_length
-from experiments.paper.setups import GIB, SETUPS, Deployment
-from experiments.paper.simulations import (
-    Load,
-    Point,
-    Sustained,
-    find_sustained,
-    first_rate,
-    serve_at,
-)
-from experiments.paper.systems import SYSTEMS, chosen_systems
+from experiments.lib import figures
+from experiments.lib.claims import Claim, Results, Rows
+from experiments.lib.experiment import grid, run
+from experiments.lib.options import option
+from experiments.lib.reporting import print_table, write_results
+from experiments.paper.requests import LENGTHS, draw, note_on_length
+from experiments.paper.setups import GIB, SETUPS, SYSTEMS, Deployment
+from experiments.paper.simulations import Load, SearchOptions, find_panels, loads_of, overloaded
 from paged_jax.memory.sizing import num_blocks_in, num_sequences_in, room_for_kv
 from paged_jax.models.config import ModelConfig
 from paged_jax.simulation.cost_model import RooflineCost, StepWork
@@ -56,7 +47,180 @@ from paged_jax.simulation.setups import (
     find_model_shape,
 )
 
+
+@dataclass(frozen=True, kw_only=True)
+class Config(SearchOptions):
+    model: str = option(
+        "OPT-13B",
+        f"This model is planned for: {', '.join(MODEL_SHAPES)}, a Hugging Face folder or a .gguf "
+        "file.",
+    )
+    gpu: str = option("A100-40GB", f"It runs on GPUs of this kind: {', '.join(GPUS)}.")
+    num_gpus: int = option(1, "The model is split among so many GPUs.", least=1)
+    memory_gib: float | None = option(
+        None, "Each GPU has so much memory (GiB). By default its own.", least=0
+    )
+    memory_share: float | None = option(
+        None,
+        "Weights and KV may take this share of the memory. By default 0.9 as an engine's, or what "
+        "the paper's table says of its set-ups.",
+    )
+    dtype: Literal["float16", "bfloat16", "float32"] = option(
+        "float16", "Weights and KV are stored in this type."
+    )
+    block_size: int = option(16, "A KV block has so many slots (tokens).", least=1)
+    lengths: str = option("sharegpt_served", "Requests have lengths of this kind.", choices=LENGTHS)
+    simulate: bool = option(True, "Simulate batches, waste and sustained rates, too.")
+    duration_s: float = option(600.0, "Requests arrive for so long (s).", quick=100.0, least=1)
+
+
 PAPER_SHARES = {"weights": 65, "KV cache": 30, "other": 5}  # percent; OPT-13B on an A100-40GB
+ENGINE_SHARE = 0.9  # of a GPU's memory, as `paged_jax.engine.pool_size`
+NUM_DRAWN = 4000  # requests whose lengths are looked at
+
+
+# The paper's set-ups
+
+
+def setup_rows() -> Rows:
+    """The paper's table 1, recomputed."""
+
+    def thousands(count: int) -> str:
+        return f"{count / 1000:.1f}K"
+
+    return [
+        {
+            "setup": setup.deployment.name,
+            "weights_gib": setup.model.weight_bytes / GIB,
+            "kv_gib": setup.kv_bytes / GIB,
+            "paper_kv_gib": setup.kv_gib,  # as printed there, in GB
+            "kib_per_token": setup.model.kv_bytes_per_token / 1024,
+            "slots": setup.num_slots,
+            "slots_k": thousands(setup.num_slots),
+            "paper_k": thousands(setup.paper_num_slots),
+        }
+        for setup in SETUPS.values()
+    ]
+
+
+# The model and the GPUs that the options describe
+
+
+def shape_of(config: ModelConfig, bytes_per_value: int) -> ModelShape:
+    """A Llama-family model as the cost model sees it."""
+    return ModelShape(
+        config.name,
+        config.num_layers,
+        config.num_heads,
+        config.num_kv_heads,
+        config.head_dim,
+        config.hidden_size,
+        config.intermediate_size,
+        config.vocab_size,
+        config.max_position_embeddings,
+        is_gated=True,
+        has_tied_embeddings=config.tie_word_embeddings,
+        bytes_per_value=bytes_per_value,
+    )
+
+
+def described_gpu(config: Config) -> GPU:
+    gpu = find_gpu(config.gpu)
+    if config.memory_gib is None:
+        return gpu
+    return replace(gpu, memory_bytes=int(config.memory_gib * GIB))
+
+
+def described_model(config: Config) -> ModelShape:
+    bytes_per_value = 4 if config.dtype == "float32" else 2
+    try:
+        return replace(find_model_shape(config.model), bytes_per_value=bytes_per_value)
+    except ValueError as unknown:
+        if not Path(config.model).exists():
+            raise ValueError(f"{unknown}; or the path of a folder or a .gguf file") from None
+    from paged_jax.loading import load_config  # takes seconds
+
+    return shape_of(load_config(config.model), bytes_per_value)
+
+
+def memory_share(config: Config, model: ModelShape, gpu: GPU) -> float:
+    """The share of the memory that weights and KV may take."""
+    if config.memory_share is not None:
+        return config.memory_share
+    setup = SETUPS.get(model.name)
+    if setup and (setup.model, setup.gpu, setup.num_gpus) == (model, gpu, config.num_gpus):
+        return setup.share
+    return ENGINE_SHARE
+
+
+def plan(config: Config) -> tuple[Deployment, dict[str, float]]:
+    """The deployment that the options describe, and the figures of its memory."""
+    model, gpu, num_gpus = described_model(config), described_gpu(config), config.num_gpus
+    block_size, share = config.block_size, memory_share(config, model, gpu)
+    room = room_for_kv(num_gpus * gpu.memory_bytes, model.weight_bytes, share=share)
+    num_blocks = num_blocks_in(room, model.kv_bytes_per_token * block_size)
+    if num_blocks < 1:
+        raise ValueError(
+            f"{model.name} takes {model.weight_bytes / GIB:.1f} GiB in {config.dtype}: of "
+            f"{num_gpus} x {gpu.name} that leaves {room / GIB:.1f} GiB for the KV cache; use more "
+            "--num_gpus or a GPU with more memory"
+        )
+    requests = draw(config.lengths, NUM_DRAWN, model.max_model_len, config.seed)
+    # The last token of an output needs no slot.
+    slots = [request.num_prompt_tokens + request.max_tokens - 1 for request in requests]
+    lengths = {
+        "mean": round(float(np.mean(slots))),
+        "p95": int(np.percentile(slots, 95)),
+        "greatest": model.max_model_len,
+    }
+    memory = {
+        "weights (GiB)": model.weight_bytes / GIB,
+        "share of the memory for weights and KV": share,
+        "memory for KV (GiB)": room / GIB,
+        "KV per token (KiB)": model.kv_bytes_per_token / 1024,
+        f"blocks of {block_size} slots": num_blocks,
+        "KV slots (tokens)": num_blocks * block_size,
+    }
+    fitting = {
+        f"sequences of {name} length ({length})": num_sequences_in(num_blocks, block_size, length)
+        for name, length in lengths.items()
+    }
+    return Deployment(model, gpu, num_gpus, num_blocks * block_size), memory | fitting
+
+
+def memory_shares(deployment: Deployment) -> dict[str, float]:
+    """Percent of the GPUs' memory, by the paper's names."""
+    model, memory = deployment.model, deployment.memory_bytes
+    weights = 100 * model.weight_bytes / memory
+    kv = 100 * deployment.num_slots * model.kv_bytes_per_token / memory
+    return {"weights": weights, "KV cache": kv, "other": 100 - weights - kv}
+
+
+# Batches
+
+
+def overloaded_row(load: Load) -> dict[str, Any]:
+    """A system when more requests come than it can serve."""
+    run = overloaded(load)
+    tokens, reserved, internal, external, _ = run.memory_shares.values()
+    return {
+        "system": SYSTEMS[load.system].label,
+        "batch_size": run.mean_batch_size,
+        "tokens_percent": 100 * tokens,  # of the pool: token states
+        "waste_percent": 100 * (reserved + internal + external),
+        "free_percent": 100 * (1 - tokens - reserved - internal - external),
+    }
+
+
+def system_rows(config: Config, deployment: Deployment) -> Rows:
+    """Each simulated system, overloaded, and the rate (requests/s) that it sustains."""
+    loads = loads_of(
+        config, deployment, config.lengths, config.duration_s, block_size=config.block_size
+    )
+    # Paging, which comes last, takes longest.
+    full = grid(overloaded_row, loads[::-1], config, unit="system", processes=config.processes)
+    [searches] = find_panels({(): loads}, config).values()
+    return [row | {"rate": found.rate} for row, found in zip(full[::-1], searches, strict=True)]
 
 
 class BatchPoint(NamedTuple):
@@ -65,15 +229,6 @@ class BatchPoint(NamedTuple):
     batch_size: int
     step_ms: float
     tokens_per_s: float
-
-
-def memory_shares(deployment: Deployment) -> dict[str, float]:
-    """Percent of the GPUs' memory, by the paper's names."""
-    model = deployment.model
-    memory = deployment.num_gpus * deployment.gpu.memory_bytes
-    weights = 100 * model.weight_bytes / memory
-    kv = 100 * deployment.num_slots * model.kv_bytes_per_token / memory
-    return {"weights": weights, "KV cache": kv, "other": 100 - weights - kv}
 
 
 def throughput_by_batch(
@@ -96,285 +251,91 @@ def throughput_by_batch(
 
 
 def plot(
-    deployment: Deployment,
-    points: Sequence[BatchPoint],
-    batch_sizes: Mapping[str, float],
-    path: str,
+    deployment: Deployment, points: list[BatchPoint], batch_sizes: dict[str, float], out_dir: str
 ) -> None:
     """Memory on the left; throughput against batch size, with what each system reaches, beside."""
     figure, axes = plt.subplots(1, 2, figsize=(9, 3.6), width_ratios=(1, 2), layout="constrained")
     plot_memory(axes[0], deployment)
-    axes[1].plot(
-        [point.batch_size for point in points],
-        [point.tokens_per_s for point in points],
-        color="0.6",
-    )
+    sizes, _, speeds = zip(*points, strict=True)
+    axes[1].plot(sizes, speeds, color="0.6")
     for label, size in batch_sizes.items():
         nearest = points[min(max(round(size), 1), len(points)) - 1]
         axes[1].plot(size, nearest.tokens_per_s, "o", label=f"{label}: {size:.1f}")
     axes[1].set(xlabel="batch size (sequences)", ylabel="tokens/s, decoding", ylim=(0, None))
     if batch_sizes:
         axes[1].legend(fontsize=8, loc="lower right", title="batch that fits")
-    figure.savefig(path, dpi=150)
-    plt.close(figure)
+    figures.save(figure, out_dir, "capacity.png")
 
 
 def plot_memory(axes: Axes, deployment: Deployment) -> None:
     """One bar of what fills the memory, in GiB."""
-    memory_gib = deployment.num_gpus * deployment.gpu.memory_bytes / GIB
     bottom = 0.0
     for name, percent in memory_shares(deployment).items():
-        height = percent / 100 * memory_gib
-        axes.bar(0, height, bottom=bottom, width=0.5)
-        axes.annotate(
-            f"{name}\n{height:.1f} GiB, {percent:.0f} %", (0, bottom + height / 2),
-            ha="center", va="center", fontsize=8,
-        )  # fmt: skip
+        height = percent / 100 * deployment.memory_bytes / GIB
+        [bar] = axes.bar(0, height, bottom=bottom, width=0.5)
+        text = f"{name}\n{height:.1f} GiB, {percent:.0f} %"
+        axes.annotate(text, bar.get_center(), ha="center", va="center", fontsize=8)
         bottom += height
     axes.set(xlim=(-0.5, 0.5), xticks=[], ylabel="GiB")
     axes.set_title(deployment.name, fontsize=10)
 
 
-_QUICK = flags.DEFINE_bool("quick", False, "Short simulated runs.")
-_MODEL = flags.DEFINE_string(
-    "model", "OPT-13B", f"{', '.join(MODEL_SHAPES)}, a Hugging Face folder or a .gguf file."
-)
-_GPU = flags.DEFINE_string("gpu", "A100-40GB", f"One of {', '.join(GPUS)}.")
-_NUM_GPUS = flags.DEFINE_integer("num_gpus", 1, "Among which the model is split.", lower_bound=1)
-_MEMORY_GIB = flags.DEFINE_float(
-    "memory_gib", None, "Memory of each GPU; default: its own.", lower_bound=0
-)
-_MEMORY_SHARE = flags.DEFINE_float(
-    "memory_share",
-    None,
-    "Share of the memory that weights and KV may take; default: 0.9 as an engine's, or what the "
-    "paper's table says for its set-ups.",
-)
-_DTYPE = flags.DEFINE_enum("dtype", "float16", ["float16", "bfloat16", "float32"], "Of both.")
-_BLOCK_SIZE = flags.DEFINE_integer("block_size", 16, "Slots (tokens) of a KV block.", lower_bound=1)
-_LENGTHS_FLAG = flags.DEFINE_enum(
-    "lengths", "sharegpt_served", LENGTHS, "Whose lengths requests have."
-)
-_SIMULATE = flags.DEFINE_bool("simulate", True, "Also batches, waste and sustained rates.")
-_SYSTEMS = flags.DEFINE_list(
-    "systems", ["orca_max", "orca_pow2", "orca_oracle", "paged"], "What is simulated."
-)
-_OBJECTIVE_S = flags.DEFINE_float(
-    "objective_s", 0.1, "Mean latency per output token that counts as sustained.", lower_bound=1e-3
-)
-_DURATION_S = flags.DEFINE_float(
-    "duration_s", None, "How long requests arrive; default: 600, or 100 with --quick.",
-    lower_bound=1,
-)  # fmt: skip
-_SEED = flags.DEFINE_integer("seed", 0, "Of lengths and arrivals.", lower_bound=0)
-_OUT_DIR = flags.DEFINE_string("out_dir", "out/capacity", "Where the results go.")
-
-ENGINE_SHARE = 0.9  # of a GPU's memory, as `paged_jax.engine.pool_size`
-OVERLOAD = 20  # times as many requests as a first guess says are served
-NUM_DRAWN = 4000  # requests whose lengths are looked at
-
-
-class SetupRow(NamedTuple):
-    """A row of the paper's table 1, recomputed."""
-
-    setup: str
-    weights_gib: float
-    kv_gib: float
-    paper_kv_gib: int  # as printed there, in GB
-    kib_per_token: float
-    slots: int
-    slots_k: str
-    paper_k: str
-
-
-class SystemRow(NamedTuple):
-    """A simulated system: overloaded, and at the rate that it sustains (requests/s)."""
-
-    system: str
-    batch_size: float  # mean over time
-    tokens_percent: float  # of the pool: token states
-    waste_percent: float  # reserved, internal and external
-    free_percent: float
-    rate: float | None
-
-
-def thousands(count: int) -> str:
-    return f"{count / 1000:.1f}K"
-
-
-def paper_rows() -> list[SetupRow]:
-    return [
-        SetupRow(
-            setup.deployment.name,
-            setup.model.weight_bytes / GIB,
-            setup.kv_bytes / GIB,
-            setup.kv_gib,
-            setup.model.kv_bytes_per_token / 1024,
-            setup.num_slots,
-            thousands(setup.num_slots),
-            thousands(setup.paper_num_slots),
-        )
-        for setup in SETUPS.values()
-    ]
-
-
-def shape_of(config: ModelConfig, bytes_per_value: int) -> ModelShape:
-    """A Llama-family model as the cost model sees it."""
-    return ModelShape(
-        config.name,
-        config.num_layers,
-        config.num_heads,
-        config.num_kv_heads,
-        config.head_dim,
-        config.hidden_size,
-        config.intermediate_size,
-        config.vocab_size,
-        config.max_position_embeddings,
-        is_gated=True,
-        has_tied_embeddings=config.tie_word_embeddings,
-        bytes_per_value=bytes_per_value,
-    )
-
-
-def described_gpu() -> GPU:
-    gpu = find_gpu(_GPU.value)
-    if _MEMORY_GIB.value is None:
-        return gpu
-    return replace(gpu, memory_bytes=int(_MEMORY_GIB.value * GIB))
-
-
-def described_model() -> ModelShape:
-    bytes_per_value = 4 if _DTYPE.value == "float32" else 2
-    try:
-        return replace(find_model_shape(_MODEL.value), bytes_per_value=bytes_per_value)
-    except ValueError as unknown:
-        if not Path(_MODEL.value).exists():
-            raise ValueError(f"{unknown}; or the path of a folder or a .gguf file") from None
-    from paged_jax.loading import load_config  # takes seconds
-
-    return shape_of(load_config(_MODEL.value), bytes_per_value)
-
-
-def memory_share(model: ModelShape, gpu: GPU) -> float:
-    """What weights and KV may take of the memory."""
-    if _MEMORY_SHARE.value is not None:
-        share: float = _MEMORY_SHARE.value
-        return share
-    setup = SETUPS.get(model.name)
-    described = None if setup is None else (setup.model, setup.gpu, setup.num_gpus)
-    if setup is not None and described == (model, gpu, _NUM_GPUS.value):
-        return setup.share
-    return ENGINE_SHARE
-
-
-def plan() -> tuple[Deployment, dict[str, object]]:
-    """What the flags describe, and the figures of its memory."""
-    model, gpu, num_gpus = described_model(), described_gpu(), _NUM_GPUS.value
-    block_size, share = _BLOCK_SIZE.value, memory_share(model, gpu)
-    room = room_for_kv(num_gpus * gpu.memory_bytes, model.weight_bytes, share=share)
-    num_blocks = num_blocks_in(room, model.kv_bytes_per_token * block_size)
-    if num_blocks < 1:
-        raise ValueError(
-            f"{model.name} takes {model.weight_bytes / GIB:.1f} GiB in {_DTYPE.value}: of "
-            f"{num_gpus} x {gpu.name} that leaves {room / GIB:.1f} GiB for the KV cache; use more "
-            "--num_gpus or a GPU with more memory"
-        )
-    requests = draw(_LENGTHS_FLAG.value, NUM_DRAWN, model.max_model_len, _SEED.value)
-    # The last token of an output needs no slot.
-    slots = [request.num_prompt_tokens + request.max_tokens - 1 for request in requests]
-    mean, p95 = round(float(np.mean(slots))), int(np.percentile(slots, 95))
-    figures: dict[str, object] = {
-        "weights (GiB)": model.weight_bytes / GIB,
-        "share of the memory for weights and KV": share,
-        "memory for KV (GiB)": room / GIB,
-        "KV per token (KiB)": model.kv_bytes_per_token / 1024,
-        f"blocks of {block_size} slots": num_blocks,
-        "KV slots (tokens)": num_blocks * block_size,
-        f"sequences of mean length ({mean})": num_sequences_in(num_blocks, block_size, mean),
-        f"sequences of p95 length ({p95})": num_sequences_in(num_blocks, block_size, p95),
-        f"sequences of greatest length ({model.max_model_len})": num_sequences_in(
-            num_blocks, block_size, model.max_model_len
-        ),
-    }
-    return Deployment(model, gpu, num_gpus, num_blocks * block_size), figures
-
-
-def overload(load: Load) -> Point:
-    """Many more requests than can be served, for as long as requests arrive."""
-    return serve_at(load, OVERLOAD * first_rate(load), cut=True)
-
-
-def simulate_systems(deployment: Deployment) -> list[SystemRow]:
-    duration_s = preset(_DURATION_S, _QUICK.value, quick=100.0, full=600.0)
-    loads = [
-        Load(
-            system.name,
-            deployment,
-            _LENGTHS_FLAG.value,
-            duration_s,
-            seed=_SEED.value,
-            block_size=_BLOCK_SIZE.value,
-        )
-        for system in chosen_systems(_SYSTEMS.value)[::-1]  # paging takes longest
-    ]
-    full = run_all(overload, loads, description="overloaded", unit="system")
-    search = partial(find_sustained, objective_s=_OBJECTIVE_S.value)
-    sustained: list[Sustained] = run_all(
-        search, loads, description="sustained rates", unit="system"
-    )
-    rows = [
-        SystemRow(
-            SYSTEMS[load.system].label,
-            point.mean_batch_size,
-            100 * point.token_states,
-            100 * (point.reserved + point.internal + point.external),
-            100 * (1 - point.token_states - point.reserved - point.internal - point.external),
-            found.rate,
-        )
-        for load, point, found in zip(loads, full, sustained, strict=True)
-    ]
-    return rows[::-1]
-
-
-def main() -> None:
-    check_lengths([_LENGTHS_FLAG.value])
-    if _SIMULATE.value:
-        chosen_systems(_SYSTEMS.value)
-    out_dir = reporting.make_out_dir(_OUT_DIR.value)
-    deployment, figures = plan()
-    setups = paper_rows()
-    reporting.print_table("The paper's set-ups (KV slots)", SetupRow._fields, setups)
-    print(note_on_length(_LENGTHS_FLAG.value, deployment.model.max_model_len, _SEED.value))
-    reporting.print_table(deployment.name, ["figure", "value"], figures.items())
-    systems = simulate_systems(deployment) if _SIMULATE.value else []
+def main(config: Config) -> None:
+    deployment, sizes = plan(config)
+    setups = setup_rows()
+    values = [list(row.values()) for row in setups]
+    print_table("The paper's set-ups (KV slots)", list(setups[0]), values)
+    print(note_on_length(config.lengths, deployment.model.max_model_len, config.seed))
+    print_table(deployment.name, ["figure", "value"], sizes.items())
+    systems = system_rows(config, deployment) if config.simulate else []
     if systems:
-        reporting.print_table(
-            f"Simulated, {_LENGTHS_FLAG.value}: overloaded, and the rate sustained within "
-            f"{_OBJECTIVE_S.value:g} s per output token",
-            SystemRow._fields,
-            systems,
+        print_table(
+            f"Simulated, {config.lengths}: overloaded, and the rate sustained within "
+            f"{config.objective_s:g} s per output token",
+            list(systems[0]),
+            [list(row.values()) for row in systems],
         )
-    batch_sizes = {row.system: row.batch_size for row in systems}
-    context = deployment.num_slots / max([*batch_sizes.values(), 40.0])
-    points = throughput_by_batch(
-        deployment,
-        round(context),
-        _BLOCK_SIZE.value,
-        max_batch_size=round(1.2 * max([*batch_sizes.values(), 40.0])),
-    )
-    reporting.write_cases(
-        [row._asdict() for row in setups],
-        out_dir,
-        _QUICK,
-        figures=figures,
+    batch_sizes = {row["system"]: row["batch_size"] for row in systems}
+    largest = max([*batch_sizes.values(), 40.0])
+    context = round(deployment.num_slots / largest)
+    points = throughput_by_batch(deployment, context, config.block_size, round(1.2 * largest))
+    write_results(
+        setups,
+        config,
+        figures=sizes,
         memory_shares=memory_shares(deployment),
         paper_memory_shares=PAPER_SHARES,
-        systems=[row._asdict() for row in systems],
+        systems=systems,
         throughput=[point._asdict() for point in points],
     )
-    plot(deployment, points, batch_sizes, str(out_dir / "capacity.png"))
-    print(f"results in {out_dir}")
+    plot(deployment, points, batch_sizes, config.out_dir)
+
+
+def claims(results: Results) -> list[Claim]:
+    """The slots of each set-up, and what fills the memory."""
+    slots = [
+        Claim(
+            f"KV slots: {row['setup']}",
+            row["paper_k"],
+            row["slots_k"],
+            "the same three digits",
+            row["slots_k"] == row["paper_k"],
+        )
+        for row in results["cases"]
+    ]
+    shares = [
+        Claim(
+            f"share of the memory: {name}",
+            f"about {paper} %",
+            f"{results['memory_shares'][name]:.1f} %",
+            "within 6 points",
+            abs(results["memory_shares"][name] - paper) <= 6,
+            "the paper divides 26 GB of weights, in powers of 1000, by 40 GiB",
+        )
+        for name, paper in PAPER_SHARES.items()
+    ]
+    return slots + shares
 
 
 if __name__ == "__main__":
-    reporting.run(main)
+    run(main, Config)

@@ -2,7 +2,7 @@
 
     python -m experiments.paper.fig13_batched_requests --quick
     python -m experiments.paper.fig13_batched_requests
-    python -m experiments.paper.fig13_batched_requests --loads=sharegpt:2,sharegpt_served:2,sharegpt_trace:2
+    python -m experiments.paper.fig13_batched_requests --loads=sharegpt:2,sharegpt_trace:2
 
 Simulated on OPT-13B and an A100-40GB, with the same requests and arrivals for every system:
 ShareGPT's lengths at 2 requests/s and Alpaca's at 30, as in the paper. It gives the means of both;
@@ -18,141 +18,117 @@ Expect a minute with --quick, which ends after 5 minutes of simulated time, and 
 paper's hour. --out_dir gets results.json, results.csv and batched_requests.png.
 """
 
-from typing import NamedTuple
+from dataclasses import dataclass
+from itertools import groupby
+from operator import itemgetter
+from typing import Any
 
-import matplotlib.pyplot as plt
-from absl import flags
+from experiments.lib import figures
+from experiments.lib.claims import Claim, Results, within
+from experiments.lib.experiment import grid, run
+from experiments.lib.options import option
+from experiments.lib.reporting import report
+from experiments.paper.requests import note_on_length
+from experiments.paper.setups import SETUPS, SYSTEMS, find_setup
+from experiments.paper.simulations import Load, SystemOptions, loads_of, parse_rate
 
-from experiments.lib import reporting
-from experiments.lib.parallel import run_all
-from experiments.lib.reporting import preset
-from experiments.paper.requests import check_lengths, note_on_length
-from experiments.paper.setups import SETUPS, find_setup
-from experiments.paper.simulations import Load, Point, serve_at
-from experiments.paper.systems import SYSTEMS, chosen_systems
 
-_QUICK = flags.DEFINE_bool("quick", False, "Five minutes of simulated time.")
-_LOADS = flags.DEFINE_list(
-    "loads", ["sharegpt_served:2", "alpaca:30"], "Lengths and requests/s of each panel."
-)
-_SYSTEMS = flags.DEFINE_list(
-    "systems", ["orca_max", "orca_pow2", "orca_oracle", "paged"], "What is compared."
-)
-_MODEL = flags.DEFINE_enum("model", "OPT-13B", list(SETUPS), "Which set-up of the paper's.")
-_DURATION_S = flags.DEFINE_float(
-    "duration_s", None, "Simulated time; default: 3600, or 300 with --quick.", lower_bound=1
-)
-_SEED = flags.DEFINE_integer("seed", 0, "Of lengths and arrivals.", lower_bound=0)
-_OUT_DIR = flags.DEFINE_string("out_dir", "out/batched_requests", "Where the results go.")
+@dataclass(frozen=True, kw_only=True)
+class Config(SystemOptions):
+    loads: tuple[str, ...] = option(
+        ("sharegpt_served:2", "alpaca:30"), "Panels are of these loads, as lengths:requests/s."
+    )
+    model: str = option("OPT-13B", "The paper's set-up of this model serves.", choices=SETUPS)
+    duration_s: float = option(
+        3600.0, "Requests arrive for so long (s), then the run ends.", quick=300.0, least=1
+    )
+
 
 PAPER_BATCH_SIZE = {
-    ("sharegpt", 2.0): {
-        "orca_max": 7.00, "orca_pow2": 9.81, "orca_oracle": 13.62, "paged": 30.42,
-    },
-    ("alpaca", 30.0): {
-        "orca_max": 7.00, "orca_pow2": 43.24, "orca_oracle": 72.75, "paged": 132.44,
-    },
-}  # fmt: skip
+    ("sharegpt", 2.0): {"orca_max": 7.00, "orca_pow2": 9.81, "orca_oracle": 13.62, "paged": 30.42},
+    ("alpaca", 30.0): {"orca_max": 7.00, "orca_pow2": 43.24, "orca_oracle": 72.75, "paged": 132.44},
+}
 
 
-class Case(NamedTuple):
+def measure(item: tuple[Load, float]) -> dict[str, Any]:
     """Averages over time of one system."""
-
-    lengths: str
-    rate: float  # requests/s
-    system: str
-    batch_size: float
-    paper: float | None  # read off the figure
-    off_percent: float | None  # of the paper's
-    tokens_percent: float  # token states in the pool
-    unfinished_percent: float  # of the requests, when the last one has arrived
-    preemptions: int
-
-
-def parse_loads(texts: list[str]) -> list[tuple[str, float]]:
-    """(lengths, rate) of each `lengths:rate`."""
-    loads = []
-    for text in texts:
-        name, _, rate = text.partition(":")
-        try:
-            loads.append((name, float(rate)))
-        except ValueError:
-            raise ValueError(f"--loads takes lengths:rate, as in alpaca:30, got {text!r}") from None
-    check_lengths([name for name, _ in loads])
-    return loads
-
-
-def run(item: tuple[Load, float]) -> Point:
-    """In a process of its own."""
     load, rate = item
-    return serve_at(load, rate, cut=True)
+    run = load.simulate(rate, cut=True)
+    dataset, size = load.lengths.partition("_")[0], run.mean_batch_size
+    paper = PAPER_BATCH_SIZE.get((dataset, rate), {}).get(load.system)
+    return {
+        "lengths": load.lengths,
+        "rate": rate,  # requests/s
+        "system": load.system,
+        "batch_size": size,
+        "paper": paper,  # read off the figure
+        "off_percent": paper and 100 * (size / paper - 1),
+        "tokens_percent": 100 * run.memory_shares["token_states"],  # in the pool
+        # Requests that wait or run when the last one has arrived.
+        "unfinished_percent": 100 * run.num_unfinished / len(run.requests),
+        "preemptions": run.num_preemptions,
+    }
 
 
-def case_of(load: Load, point: Point) -> Case:
-    dataset = load.lengths.partition("_")[0]
-    paper = PAPER_BATCH_SIZE.get((dataset, point.rate), {}).get(load.system)
-    size = point.mean_batch_size
-    return Case(
-        load.lengths,
-        point.rate,
-        load.system,
-        size,
-        paper,
-        None if paper is None else 100 * (size / paper - 1),
-        100 * point.token_states,
-        100 * point.num_unfinished / point.num_requests,
-        point.num_preemptions,
-    )
+def plot(rows: list[dict[str, Any]], out_dir: str) -> None:
+    """A panel for each load, bars for each system, the paper's beside."""
+    panels = [list(group) for _, group in groupby(rows, itemgetter("lengths", "rate"))]
+    figure, axes = figures.panels(1, len(panels), size=(4.5, 3.5))
+    for panel, group in zip(axes[0], panels, strict=True):
+        labels = [SYSTEMS[row["system"]].label for row in group]
+        sizes = {
+            "here": [row["batch_size"] for row in group],
+            "paper": [row["paper"] for row in group],
+        }
+        figures.bars(panel, labels, sizes)
+        for container in panel.containers:
+            heights = [bar.get_height() for bar in container]
+            panel.bar_label(
+                container, [f"{each:.1f}" if each else "" for each in heights], fontsize=8
+            )
+        panel.set_title(f"{group[0]['lengths']}, {group[0]['rate']:g} requests/s", fontsize=10)
+        panel.tick_params(axis="x", labelsize=8)
+        panel.margins(y=0.1)
+    axes[0, 0].set_ylabel("batched requests")
+    axes[0, 0].legend(fontsize=8)
+    figures.save(figure, out_dir, "batched_requests.png")
 
 
-def plot(cases: list[Case], path: str) -> None:
-    """Bars of each system, the paper's beside."""
-    panels = list(dict.fromkeys((case.lengths, case.rate) for case in cases))
-    figure, all_axes = plt.subplots(
-        1, len(panels), figsize=(4.5 * len(panels), 3.5), squeeze=False, layout="constrained"
-    )
-    for axes, (lengths, rate) in zip(all_axes[0], panels, strict=True):
-        chosen = [case for case in cases if (case.lengths, case.rate) == (lengths, rate)]
-        for place, case in enumerate(chosen):
-            sizes = [(place - 0.2, case.batch_size, "C0")]
-            if case.paper is not None:
-                sizes.append((place + 0.2, case.paper, "0.7"))
-            for x, size, colour in sizes:
-                axes.bar(x, size, width=0.38, color=colour)
-                axes.annotate(f"{size:.1f}", (x, size), ha="center", va="bottom", fontsize=8)
-        axes.set_xticks(range(len(chosen)), [SYSTEMS[c.system].label for c in chosen], fontsize=8)
-        axes.set_title(f"{lengths}, {rate:g} requests/s", fontsize=10)
-        axes.margins(y=0.1)
-    all_axes[0][0].set_ylabel("batched requests (grey: the paper)")
-    figure.savefig(path, dpi=150)
-    plt.close(figure)
-
-
-def main() -> None:
-    loads = parse_loads(_LOADS.value)
-    systems = chosen_systems(_SYSTEMS.value)
-    duration_s = preset(_DURATION_S, _QUICK.value, quick=300.0, full=3600.0)
-    out_dir = reporting.make_out_dir(_OUT_DIR.value)
-    deployment = find_setup(_MODEL.value).deployment
-    for lengths in dict.fromkeys(name for name, _ in loads):
-        print(note_on_length(lengths, deployment.model.max_model_len, _SEED.value))
+def main(config: Config) -> None:
+    deployment = find_setup(config.model).deployment
+    panels = [parse_rate("loads", "lengths:rate, as in alpaca:30", text) for text in config.loads]
+    for lengths in dict.fromkeys(lengths for lengths, _ in panels):
+        print(note_on_length(lengths, deployment.model.max_model_len, config.seed))
     items = [
-        (Load(system.name, deployment, lengths, duration_s, seed=_SEED.value), rate)
-        for lengths, rate in loads
-        for system in systems
+        (load, rate)
+        for lengths, rate in panels
+        for load in loads_of(config, deployment, lengths, config.duration_s)
     ]
-    points = run_all(run, items[::-1], description="simulated hours", unit="run")[::-1]
-    cases = [case_of(load, point) for (load, _), point in zip(items, points, strict=True)]
-    reporting.report_cases(
-        f"Batched requests of {_MODEL.value}, mean over {duration_s:g} s",
-        [case._asdict() for case in cases],
-        out_dir,
-        _QUICK,
-        duration_s=duration_s,
-    )
-    plot(cases, str(out_dir / "batched_requests.png"))
-    print(f"results in {out_dir}")
+    # Short requests and paging, which come last, take longest.
+    rows = grid(measure, items[::-1], config, unit="run", processes=config.processes)[::-1]
+    title = f"Batched requests of {config.model}, mean over {config.duration_s:g} s"
+    report(title, rows, config, duration_s=config.duration_s)
+    plot(rows, config.out_dir)
+
+
+def claims(results: Results) -> list[Claim]:
+    """The batch sizes of the paper."""
+    return [
+        Claim(
+            f"{row['lengths']} at {row['rate']:g} requests/s, {SYSTEMS[row['system']].label}",
+            f"~{row['paper']:.2f}",
+            f"{row['batch_size']:.2f}",
+            f"within {tolerance} %",
+            within(row["batch_size"], row["paper"], tolerance),
+            f"{row['unfinished_percent']:.0f} % of the requests still wait or run at the end: "
+            "where that is little, the batch is the request rate times how long a request runs, so "
+            "it depends on step times",
+        )
+        for row in results["cases"]
+        if row["paper"] is not None
+        for tolerance in [25 if row["system"] == "paged" else 15]
+    ]
 
 
 if __name__ == "__main__":
-    reporting.run(main)
+    run(main, Config)

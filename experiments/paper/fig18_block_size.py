@@ -2,7 +2,7 @@
 
     python -m experiments.paper.fig18_block_size --quick
     python -m experiments.paper.fig18_block_size
-    python -m experiments.paper.fig18_block_size --runs=real --block_size=4,16,64 --model=path/to/model
+    python -m experiments.paper.fig18_block_size --runs=real --real_block_size=4,16,64
     python -m experiments.paper.fig18_block_size --runs=simulated --deployment=OPT-66B
 
 Small blocks cost the attention kernel and make tables long; large ones leave slots unused at the
@@ -25,198 +25,349 @@ Expect three minutes with --quick and half an hour without on two CPU cores. --o
 results.json, results.csv and block_size.png.
 """
 
-from dataclasses import replace
-from typing import NamedTuple
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cache, partial
+from operator import attrgetter
+from typing import Any, Literal, NamedTuple
 
-import matplotlib.pyplot as plt
-from absl import flags
-from tqdm import tqdm
+import jax.numpy as jnp
+import numpy as np
 
-from experiments.lib import reporting
-from experiments.lib.parallel import run_all
-from experiments.lib.reporting import preset
-from experiments.paper.block_sizes import (
-    Row,
-    SimulatedCase,
-    best_block_sizes,
-    served_rate,
-    simulated_row,
-)
-from experiments.paper.requests import LENGTHS, SHARED_PREFIXES, check_lengths, note_on_length
+from experiments.lib import figures
+from experiments.lib.claims import Claim, Results, chosen, figure
+from experiments.lib.driver import require_fitting, serve
+from experiments.lib.experiment import grid, run
+from experiments.lib.options import SimulationOptions, option
+from experiments.lib.reporting import print_table, report
+from experiments.paper.requests import LENGTHS, SHARED_PREFIXES, draw, note_on_length
 from experiments.paper.setups import SETUPS, find_setup
-from experiments.paper.simulations import Load
+from experiments.paper.simulations import Load, overloaded
+from paged_jax import Engine, SamplingParams
+from paged_jax.loading import load_model
+from paged_jax.memory.sizing import kv_bytes_per_token
+from paged_jax.workloads import VocabRange
 
-_QUICK = flags.DEFINE_bool("quick", False, "Short simulated runs; few block sizes and requests.")
-_RUNS = flags.DEFINE_list("runs", ["simulated", "real"], "simulated, real or both.")
-_WORKLOADS = flags.DEFINE_list(
-    "workloads",
-    ["sharegpt_served", "alpaca", SHARED_PREFIXES],
-    f"Of {', '.join(LENGTHS)}; the last one with a prefix cache.",
-)
-_BLOCK_SIZE = flags.DEFINE_list(
-    "block_size", ["1", "2", "4", "8", "16", "32", "64", "128", "256"], "Of the simulated run."
-)
-_REAL_BLOCK_SIZE = flags.DEFINE_list(
-    "real_block_size", None, "Of the real run; default: 1,4,16,64,256, or 4,16,64 with --quick."
-)
-_DEPLOYMENT = flags.DEFINE_enum("deployment", "OPT-13B", list(SETUPS), "What is simulated.")
-_DURATION_S = flags.DEFINE_float(
-    "duration_s", None, "Simulated time; default: 600, or 60 with --quick.", lower_bound=1
-)
-_LOAD = flags.DEFINE_float(
-    "load", 0.85, "Rate of the latencies, of what a block size of 16 serves.", lower_bound=0.01
-)
-_MODEL = flags.DEFINE_string("model", "smollm2", "The real model's name or path.")
-_POOL_TOKENS = flags.DEFINE_integer("pool_tokens", 2048, "KV slots of the real run.", lower_bound=1)
-_NUM_REQUESTS = flags.DEFINE_integer(
-    "num_requests", None, "To the real model; default: 16, or 8 with --quick.", lower_bound=1
-)
-_MAX_TOKENS = flags.DEFINE_integer(
-    "max_tokens", None, "Cuts its outputs; default: 128, or 32 with --quick.", lower_bound=1
-)
-_MAX_NUM_SEQS = flags.DEFINE_integer("max_num_seqs", 8, "Of the real run.", lower_bound=1)
-_MAX_MODEL_LEN = flags.DEFINE_integer("max_model_len", 1024, "Of the real run.", lower_bound=2)
-_ROUNDS = flags.DEFINE_integer(
-    "rounds", None, "Real; default: 3, or 1 with --quick.", lower_bound=1
-)
-_SEED = flags.DEFINE_integer("seed", 0, "Of lengths and arrivals.", lower_bound=0)
-_OUT_DIR = flags.DEFINE_string("out_dir", "out/block_size", "Where the results go.")
+
+@dataclass(frozen=True, kw_only=True)
+class Config(SimulationOptions):
+    runs: tuple[Literal["simulated", "real"], ...] = option(
+        ("simulated", "real"), "These runs are made."
+    )
+    workloads: tuple[str, ...] = option(
+        ("sharegpt_served", "alpaca", SHARED_PREFIXES),
+        f"Requests have lengths of these kinds, {SHARED_PREFIXES} with a prefix cache.",
+        choices=LENGTHS,
+    )
+    block_size: tuple[int, ...] = option(
+        (1, 2, 4, 8, 16, 32, 64, 128, 256), "Simulated blocks have so many slots.", least=1
+    )
+    real_block_size: tuple[int, ...] = option(
+        (1, 4, 16, 64, 256), "Real blocks have so many slots.", quick=(4, 16, 64), least=1
+    )
+    deployment: str = option("OPT-13B", "The paper's set-up that is simulated.", choices=SETUPS)
+    duration_s: float = option(
+        600.0, "Simulated requests arrive for so long (s).", quick=60.0, least=1
+    )
+    load: float = option(
+        0.85,
+        "Latencies are taken at this share of the rate that a block size of 16 serves.",
+        least=0.01,
+    )
+    model: str = option("smollm2", "Name or path of the real model.")
+    pool_tokens: int = option(2048, "The real pool has so many KV slots.", least=1)
+    num_requests: int = option(16, "The real model gets so many requests.", quick=8, least=1)
+    max_tokens: int = option(128, "The real outputs are cut to so many tokens.", quick=32, least=1)
+    max_num_seqs: int = option(8, "At most so many real sequences run at a time.", least=1)
+    max_model_len: int = option(1024, "The longest real sequence has so many tokens.", least=2)
+    rounds: int = option(3, "The real model serves all requests so often.", quick=1, least=1)
+
 
 PAPER_BEST = {"sharegpt": "16 to 128", "alpaca": "16 to 32"}
-REFERENCE = 16
+REFERENCE = 16  # the block size that decides the rate of the latencies
+TABLE_ENTRY_BYTES = 4
+loaded = cache(load_model)
 
 
-class Best(NamedTuple):
-    """Block sizes within 5 % of the lowest latency."""
+class Row(NamedTuple):
+    """One block size; throughput, waste and hits are figures of a full pool."""
 
     run: str
     workload: str
-    best: str
-    paper: str | None
+    block_size: int
+    tokens_per_s: float  # output tokens of finished requests
+    latency_ms: float | None  # per output token, at one rate for all block sizes
+    waste_percent: float  # of the slots held, those without a token
+    table_percent: float  # block tables, of the memory of the slots held
+    hit_percent: float | None  # of prompt tokens; None: no prefix caching
+    preemptions: int
 
 
-def run_simulated(block_sizes: list[int]) -> list[Row]:
-    duration_s = preset(_DURATION_S, _QUICK.value, quick=60.0, full=600.0)
+def held_figures(
+    *,
+    block_size: int,
+    internal: float,
+    held: float,
+    num_seqs: float,
+    max_model_len: int,
+    token_bytes: int,
+) -> tuple[float, float]:
+    """(waste, tables) in percent of what is held; all counts in slots, averaged over time.
+
+    Waste is internal fragmentation alone: slots of a prompt that is still to be computed will be
+    used. A table has an entry for each block that the longest sequence can come to need.
+    """
+    entries = num_seqs * -(-max_model_len // block_size)
+    return 100 * internal / held, 100 * entries * TABLE_ENTRY_BYTES / (held * token_bytes)
+
+
+# Simulated
+
+
+def served_rate(load: Load) -> float:
+    """Requests/s that are finished when many more come; ValueError if none is."""
+    num_finished = len(overloaded(load).finished)
+    if not num_finished:
+        raise ValueError(f"{load}: no request ends within {load.duration_s:g} s; simulate longer")
+    return num_finished / load.duration_s
+
+
+def simulated_row(item: tuple[Load, float]) -> Row:
+    """A load, overloaded and at the rate of its latency."""
+    load, rate = item
+    full, latency_s = overloaded(load), load.simulate(rate).normalised_latency_s
+    model, num_slots, shares = load.deployment.model, load.deployment.num_slots, full.memory_shares
+    waste, tables = held_figures(
+        block_size=load.block_size,
+        internal=num_slots * shares["internal"],
+        held=num_slots * (shares["token_states"] + shares["reserved"] + shares["internal"]),
+        num_seqs=full.mean_batch_size,
+        max_model_len=model.max_model_len,
+        token_bytes=model.kv_bytes_per_token,
+    )
+    return Row(
+        "simulated",
+        load.lengths,
+        load.block_size,
+        full.output_tokens_per_s,
+        latency_s and 1e3 * latency_s,
+        waste,
+        tables,
+        100 * full.sharing.hit_rate if load.enable_prefix_caching else None,
+        full.num_preemptions,
+    )
+
+
+def simulated_rows(config: Config) -> list[Row]:
     loads = [
         Load(
             "paged",
-            find_setup(_DEPLOYMENT.value).deployment,
+            find_setup(config.deployment).deployment,
             workload,
-            duration_s,
-            seed=_SEED.value,
+            config.duration_s,
+            seed=config.seed,
             block_size=REFERENCE,
             enable_prefix_caching=workload == SHARED_PREFIXES,
         )
-        for workload in _WORKLOADS.value
+        for workload in config.workloads
     ]
     for load in loads:
         print(note_on_length(load.lengths, load.deployment.model.max_model_len, load.seed))
-    served = run_all(served_rate, loads, description="what 16 serves", unit="workload")
-    cases = [
-        SimulatedCase(replace(load, block_size=size), _LOAD.value * rate)
+    served = grid(served_rate, loads, config, unit="workload", processes=config.processes)
+    items = [
+        (replace(load, block_size=size), config.load * rate)
         for load, rate in zip(loads, served, strict=True)
-        for size in block_sizes
+        for size in config.block_size
     ]
-    return run_all(simulated_row, cases, description="simulated", unit="block size")
+    return grid(simulated_row, items, config, unit="block size", processes=config.processes)
 
 
-def run_real(block_sizes: list[int]) -> list[Row]:
-    from experiments.paper.real_block_sizes import RealRuns  # imports JAX
-    from paged_jax.loading import load_model
+# Real
 
-    is_quick = _QUICK.value
-    rounds = preset(_ROUNDS, is_quick, quick=1, full=3)
-    runs = RealRuns(
-        load_model(_MODEL.value),
-        pool_tokens=_POOL_TOKENS.value,
-        max_num_seqs=_MAX_NUM_SEQS.value,
-        max_model_len=_MAX_MODEL_LEN.value,
-        num_requests=preset(_NUM_REQUESTS, is_quick, quick=8, full=16),
-        max_tokens=preset(_MAX_TOKENS, is_quick, quick=32, full=128),
-        rounds=rounds,
-        seed=_SEED.value,
+
+def real_rows(config: Config, block_size: int) -> list[Row]:
+    """A row for each workload, all from one engine; every block size has the same memory."""
+    engine = Engine(
+        loaded(config.model),
+        block_size=block_size,
+        num_blocks=config.pool_tokens // block_size,
+        max_num_seqs=config.max_num_seqs,
+        max_num_batched_tokens=max(64, config.max_num_seqs),
+        max_model_len=config.max_model_len,
+        max_prefill_seqs=4,
+        seed=config.seed,
     )
-    count = len(block_sizes) * len(_WORKLOADS.value) * rounds
-    with tqdm(total=count, desc="real", unit="run") as bar:
-        return [row for size in block_sizes for row in runs.run(size, _WORKLOADS.value, bar)]
+    try:
+        engine.warm_up(progress=False)
+        return [real_row(config, engine, workload) for workload in config.workloads]
+    finally:
+        engine.close()
 
 
-def plot(rows: list[Row], path: str) -> None:
+def real_row(config: Config, engine: Engine, workload: str) -> Row:
+    """All requests are there at the start, their outputs cut."""
+    vocab = VocabRange(0, engine.config.vocab_size)
+    drawn = draw(workload, config.num_requests, config.max_model_len, config.seed, vocab)
+    requests = [replace(r, max_tokens=min(r.max_tokens, config.max_tokens)) for r in drawn]
+    require_fitting(engine, requests)
+    before, num_preempted = engine.sharing_stats, engine.core.scheduler.counters.num_preemptions
+    runs = [
+        # The salt hides what the rounds before have left in the cache.
+        serve(engine, requests, SamplingParams(temperature=0, cache_salt=f"{workload}, {number}"))
+        for number in range(config.rounds)
+    ]
+    steps = [step for run in runs for step in run.steps]
+
+    def over_time(values: Sequence[float]) -> float:
+        return float(np.average(values, weights=[step.wall_s for step in steps]))
+
+    usages = [step.usage for step in steps]
+    waste, tables = held_figures(
+        block_size=engine.block_size,
+        internal=over_time([usage.internal for usage in usages]),
+        held=over_time([usage.token_states + usage.reserved + usage.internal for usage in usages]),
+        num_seqs=over_time([step.num_running for step in steps]),
+        max_model_len=engine.max_model_len,
+        token_bytes=kv_bytes_per_token(
+            num_layers=engine.config.num_layers,
+            num_kv_heads=engine.config.num_kv_heads,
+            head_dim=engine.config.head_dim,
+            bytes_per_value=jnp.dtype(engine.dtype).itemsize,
+        ),
+    )
+    latencies = [
+        (served.output.metrics.last_token_s - served.output.metrics.arrival_s)
+        / served.request.max_tokens
+        for run in runs
+        for served in run.served
+        if served.output is not None and served.output.metrics.last_token_s is not None
+    ]
+    stats = engine.sharing_stats
+    queried = stats.queried_tokens - before.queried_tokens
+    hits = stats.hit_tokens - before.hit_tokens
+    return Row(
+        "real",
+        workload,
+        engine.block_size,
+        sum(request.max_tokens for request in requests)
+        / float(np.median([run.wall_s for run in runs])),
+        1e3 * float(np.mean(latencies)),
+        waste,
+        tables,
+        100 * hits / queried if workload == SHARED_PREFIXES else None,
+        engine.core.scheduler.counters.num_preemptions - num_preempted,
+    )
+
+
+# Results
+
+
+def best_block_sizes(rows: Sequence[Row], tolerance: float = 0.05) -> list[int]:
+    """Block sizes whose latency is within `tolerance` of the lowest; rows are of one workload."""
+    latencies = {row.block_size: row.latency_ms for row in rows if row.latency_ms is not None}
+    lowest = min(latencies.values(), default=0.0)
+    return [size for size, latency in latencies.items() if latency <= (1 + tolerance) * lowest]
+
+
+def plot(groups: dict[tuple[str, str], list[Row]], config: Config) -> None:
     """Throughput, latency, waste and hits against block size, a line per run and workload."""
-    panels = [
-        ("tokens_per_s", "output tokens/s, of the highest"),
-        ("latency_ms", "latency (ms/token)"),
-        ("waste_percent", "slots held for no token (%)"),
-        ("hit_percent", "prompt tokens found in the cache (%)"),
-    ]
-    figure, all_axes = plt.subplots(1, 4, figsize=(16, 3.8), layout="constrained")
-    for (run, workload), chosen in grouped(rows).items():
-        style = {"simulated": "o-", "real": "s--"}[run]
-        colour = f"C{_WORKLOADS.value.index(workload)}"
-        for axes, (name, label) in zip(all_axes, panels, strict=True):
-            points = [(r.block_size, getattr(r, name)) for r in chosen]
-            points = [(size, value) for size, value in points if value is not None]
-            if name == "tokens_per_s":
-                highest = max(value for _, value in points)
-                points = [(size, value / highest) for size, value in points]
-            if points:
-                axes.plot(
-                    *zip(*points, strict=True), style, color=colour, label=f"{run}, {workload}"
-                )
-            axes.set(xlabel="block size (tokens)", ylabel=label)
-    sizes = sorted({row.block_size for row in rows})
-    for axes, (name, _) in zip(all_axes, panels, strict=True):
-        axes.set_xscale("log", base=2)
-        axes.set_xticks(sizes, [str(size) for size in sizes])
+    labels = {
+        "tokens_per_s": "output tokens/s, of the highest",
+        "latency_ms": "latency (ms/token)",
+        "waste_percent": "slots held for no token (%)",
+        "hit_percent": "prompt tokens found in the cache (%)",
+    }
+    picture, axes = figures.panels(1, len(labels), size=(4, 3.8))
+    sizes = sorted({row.block_size for rows in groups.values() for row in rows})
+    for panel, (name, label) in zip(axes[0], labels.items(), strict=True):
+        for (kind, workload), rows in groups.items():
+            values = [getattr(row, name) for row in rows]
+            highest = max(values) if name == "tokens_per_s" else 1.0
+            points = [
+                (row.block_size, value and value / highest)
+                for row, value in zip(rows, values, strict=True)
+            ]
+            figures.lines(
+                panel,
+                {f"{kind}, {workload}": points},
+                {"simulated": "o-", "real": "s--"}[kind],
+                color=f"C{config.workloads.index(workload)}",
+            )
+        panel.set(xlabel="block size (tokens)", ylabel=label)
+        panel.set_xscale("log", base=2)
+        panel.set_xticks(sizes, list(map(str, sizes)))
         if name == "latency_ms":
-            axes.set_yscale("log")
+            panel.set_yscale("log")
         else:
-            axes.set_ylim(bottom=0)
-    all_axes[0].legend(fontsize=7)
-    figure.savefig(path, dpi=150)
-    plt.close(figure)
+            panel.set_ylim(bottom=0)
+    axes[0, 0].legend(fontsize=7)
+    figures.save(picture, config.out_dir, "block_size.png")
 
 
-def grouped(rows: list[Row]) -> dict[tuple[str, str], list[Row]]:
-    """By run and workload, each by block size."""
-    groups: dict[tuple[str, str], list[Row]] = {}
-    for row in rows:
-        groups.setdefault((row.run, row.workload), []).append(row)
-    return {key: sorted(group, key=lambda row: row.block_size) for key, group in groups.items()}
-
-
-def main() -> None:
-    if not _RUNS.value or set(_RUNS.value) - {"simulated", "real"}:
-        raise ValueError(f"--runs takes simulated and real, got {','.join(_RUNS.value)}")
-    check_lengths(_WORKLOADS.value)
-    block_sizes = reporting.integers(_BLOCK_SIZE, 1)
-    real_block_sizes = [4, 16, 64] if _QUICK.value else [1, 4, 16, 64, 256]
-    if _REAL_BLOCK_SIZE.value:
-        real_block_sizes = reporting.integers(_REAL_BLOCK_SIZE, 1)
-    out_dir = reporting.make_out_dir(_OUT_DIR.value)
-    rows = run_simulated(block_sizes) if "simulated" in _RUNS.value else []
-    if "real" in _RUNS.value:
-        rows += run_real(real_block_sizes)
+def main(config: Config) -> None:
+    rows = simulated_rows(config) if "simulated" in config.runs else []
+    if "real" in config.runs:
+        measure = partial(real_rows, config)
+        by_size = grid(measure, config.real_block_size, config, unit="block size")
+        rows += [row for rows in by_size for row in rows]
+    groups = {
+        key: sorted((row for row in rows if row[:2] == key), key=attrgetter("block_size"))
+        for key in dict.fromkeys((row.run, row.workload) for row in rows)
+    }
     best = [
-        Best(
-            run,
-            workload,
-            ", ".join(map(str, best_block_sizes(chosen))),
-            PAPER_BEST.get(workload.partition("_")[0]),
-        )
-        for (run, workload), chosen in grouped(rows).items()
+        {
+            "run": kind,
+            "workload": workload,
+            "best": ", ".join(map(str, best_block_sizes(group))),
+            "paper": PAPER_BEST.get(workload.partition("_")[0]),
+        }
+        for (kind, workload), group in groups.items()
     ]
-    reporting.report_cases(
-        "Block sizes",
-        [row._asdict() for row in rows],
-        out_dir,
-        _QUICK,
-        best=[row._asdict() for row in best],
+    report("Block sizes", rows, config, best=best)
+    values = [list(row.values()) for row in best]
+    print_table("Within 5 % of the lowest latency", list(best[0]), values)
+    plot(groups, config)
+
+
+# The paper's claims
+
+
+def claims(results: Results) -> list[Claim]:
+    """The best block sizes, and what large blocks cost short requests."""
+    claimed = [best_claim(row) for row in results["best"] if row["paper"] is not None]
+    rows = chosen(results["cases"], run="simulated", workload="alpaca")
+    latencies = {row["block_size"]: row["latency_ms"] for row in rows}
+    largest = max(latencies, default=0)
+    if REFERENCE in latencies and largest > REFERENCE:
+        ratio = latencies[largest] / latencies[REFERENCE]
+        claimed.append(
+            Claim(
+                f"Alpaca: latency at {largest} over that at {REFERENCE}",
+                "much higher",
+                figure(ratio),
+                "above 1.2",
+                ratio > 1.2,
+            )
+        )
+    return claimed
+
+
+def best_claim(row: dict[str, Any]) -> Claim:
+    low, high = map(int, row["paper"].split(" to "))
+    best = [int(size) for size in row["best"].split(", ")]
+    is_papers = REFERENCE in best or all(low <= size <= high for size in best)
+    is_simulated = row["run"] == "simulated"
+    return Claim(
+        f"best block sizes, {row['run']}, {row['workload']}",
+        row["paper"],
+        row["best"],
+        f"{REFERENCE} among the best, or all of them within the paper's",
+        is_papers if is_simulated else None,
+        "what a block costs a kernel is assumed to be the same at any block size"
+        if is_simulated
+        else "of another model on another device: what a block costs is that of its kernel",
     )
-    reporting.print_table("Within 5 % of the lowest latency", Best._fields, best)
-    plot(rows, str(out_dir / "block_size.png"))
-    print(f"results in {out_dir}")
 
 
 if __name__ == "__main__":
-    reporting.run(main)
+    run(main, Config)

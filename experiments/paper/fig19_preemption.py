@@ -2,7 +2,7 @@
 
     python -m experiments.paper.fig19_preemption --quick
     python -m experiments.paper.fig19_preemption
-    python -m experiments.paper.fig19_preemption --runs=micro --num_tokens=1024 --block_sizes=1,4,16,64,256
+    python -m experiments.paper.fig19_preemption --runs=micro --num_tokens=1024
 
 Micro: one sequence of --num_tokens is taken out of the cache and brought back, for each block size:
 
@@ -11,7 +11,7 @@ Micro: one sequence of --num_tokens is taken out of the cache and brought back, 
                or its tokens are prefilled. On a CPU both pools lie in host memory, so that copies
                cost much less than over PCIe, and computing much more than on a GPU.
     A100       the same for OPT-13B on an A100, by the simulator's cost model: see
-               `preempting/modelled.py`. Nothing of it is measured.
+               `fig19_micro.py`. Nothing of it is measured.
 
 End to end: requests with ShareGPT's lengths, cut, all there at the start, in a pool with room for
 a share of them, so that running requests are preempted, in each mode and at each block size; and in
@@ -24,74 +24,57 @@ results.json, results.csv (micro), end_to_end.csv and preemption.png.
 """
 
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+from dataclasses import dataclass
+from operator import truediv
+from typing import Any, NamedTuple
 
-import matplotlib.pyplot as plt
-from absl import flags
-from matplotlib.axes import Axes
-from tqdm import tqdm
+from experiments.lib import figures
+from experiments.lib.claims import Claim
+from experiments.lib.experiment import grid, run
+from experiments.lib.options import Options, engine_option, engine_options, option
+from experiments.lib.reporting import print_table, write_csv, write_results
+from experiments.paper import fig19_micro as micro
+from experiments.paper.fig19_end_to_end import MODES, Run, serve_modes
+from paged_jax.loading import load_model
+from paged_jax.workloads import VocabRange, build_workload
 
-from experiments.lib import reporting
-from experiments.lib.reporting import preset
-from experiments.paper import preemption_micro as modelled
-from experiments.paper.preemption_end_to_end import (
-    MODES,
-    Mode,
-    Run,
-    Served,
-    num_blocks_of,
-    serve_once,
-    summarise,
-)
-from experiments.paper.preemption_micro import Measured, measure
-from paged_jax import Engine
-from paged_jax.loading import LoadedModel, load_model
-from paged_jax.workloads import VocabRange, WorkloadRequest, build_workload
-
-_QUICK = flags.DEFINE_bool("quick", False, "Fewer block sizes, tokens, requests and rounds.")
-_RUNS = flags.DEFINE_list("runs", ["micro", "end_to_end"], "micro, end_to_end or both.")
-_NUM_TOKENS = flags.DEFINE_integer(
-    "num_tokens", None, "Of the sequence; default: 512, or 256 with --quick.", lower_bound=1
-)
-_BLOCK_SIZES = flags.DEFINE_list(
-    "block_sizes",
-    None,
-    "Slots (tokens) of a block; default: powers of two from 1 to 256, or 1,16,256 with --quick.",
-)
-_ROUNDS = flags.DEFINE_integer(
-    "rounds", None, "Of each measurement; default: 7, or 3 with --quick.", lower_bound=1
-)
-_SERVED_BLOCK_SIZES = flags.DEFINE_list(
-    "served_block_sizes", None, "Likewise, end to end; default: 4,16,64, or 16 with --quick."
-)
-_SERVED_ROUNDS = flags.DEFINE_integer(
-    "served_rounds", None, "Likewise, end to end; default: 3, or 2 with --quick.", lower_bound=1
-)
-_NUM_REQUESTS = flags.DEFINE_integer(
-    "num_requests", None, "End to end; default: 24, or 12 with --quick.", lower_bound=1
-)
-_MAX_TOKENS = flags.DEFINE_integer(
-    "max_tokens", None, "Cut outputs to so many; default: 256, or 128 with --quick.", lower_bound=1
-)
-_POOL_PERCENT = flags.DEFINE_integer(
-    "pool_percent", 25, "Room for so much of what all requests come to hold.", lower_bound=1
-)
-_MAX_MODEL_LEN = flags.DEFINE_integer(
-    "max_model_len", 512, "Longest prompt and output together; longer requests are cut."
-)
-_MAX_NUM_SEQS = flags.DEFINE_integer("max_num_seqs", 16, "Sequences that run at a time.")
-_MAX_NUM_BATCHED_TOKENS = flags.DEFINE_integer(
-    "max_num_batched_tokens", 128, "Tokens of an iteration, end to end."
-)
-_ENABLE_PREFIX_CACHING = flags.DEFINE_bool(
-    "enable_prefix_caching", False, "Whether preempted requests may find their blocks again."
-)
-_MODEL = flags.DEFINE_string("model", "smollm2", "The model's name or path.")
-_SEED = flags.DEFINE_integer("seed", 0, "Of lengths and tokens.", lower_bound=0)
-_OUT_DIR = flags.DEFINE_string("out_dir", "out/preemption", "Where the results go.")
-
-MIDDLE_BLOCKS = 16, 64
+MIDDLE_BLOCKS = 16, 64  # between these block sizes, swapping and recomputing are about even
 MOST_OVER_SWAP = 1.2  # recompute / swap, the paper's bound
+
+Rows = Sequence[Mapping[str, Any]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config(Options):
+    runs: tuple[str, ...] = option(
+        ("micro", "end_to_end"), "These runs are made.", choices=("micro", "end_to_end")
+    )
+    num_tokens: int = option(512, "The sequence has so many tokens.", quick=256, least=1)
+    block_sizes: tuple[int, ...] = option(
+        tuple(2**i for i in range(9)),
+        "The sequence lies in blocks of so many slots, one for each token.",
+        quick=(1, 16, 256),
+        least=1,
+    )
+    rounds: int = option(7, "Each measurement is made so many times.", quick=3, least=1)
+    served_block_sizes: tuple[int, ...] = option(
+        (4, 16, 64), "End to end, blocks have so many slots.", quick=(16,), least=1
+    )
+    served_rounds: int = option(
+        3, "End to end, each mode serves the requests so many times.", quick=2, least=1
+    )
+    num_requests: int = option(24, "End to end, there are so many requests.", quick=12, least=1)
+    max_tokens: int = option(
+        256, "End to end, outputs are cut to so many tokens.", quick=128, least=1
+    )
+    pool_percent: int = option(
+        25, "The pool's size, in percent of all the blocks that the requests come to hold.", least=1
+    )
+    max_model_len: int = engine_option("max_model_len", 512)
+    max_num_seqs: int = engine_option("max_num_seqs", 16)
+    max_num_batched_tokens: int = engine_option("max_num_batched_tokens", 128)
+    enable_prefix_caching: bool = engine_option("enable_prefix_caching", False)
+    model: str = option("smollm2", "The model has this name or path.")
 
 
 class Case(NamedTuple):
@@ -110,7 +93,7 @@ class Case(NamedTuple):
     a100_recompute_ms: float
 
 
-class Claim(NamedTuple):
+class Comparison(NamedTuple):
     """What the paper says of Figure 19, and the same figure here."""
 
     paper: str
@@ -119,220 +102,231 @@ class Claim(NamedTuple):
     a100: float | None  # modelled, a copy for each block and layer as in the paper's system
 
 
-def case_of(block_size: int, num_tokens: int, measured: Measured) -> Case:
-    return Case(
-        block_size,
-        -(-num_tokens // block_size),
-        measured.out_ms,
-        measured.in_ms,
-        measured.out_ms + measured.in_ms,
-        measured.each_ms,
-        measured.recompute_ms,
-        modelled.num_copies(num_tokens, block_size),
-        1e3 * modelled.swap_s(num_tokens, block_size),
-        1e3 * modelled.gathered_swap_s(num_tokens, block_size),
-        1e3 * modelled.recompute_s(num_tokens, block_size),
-    )
+class Preemption:
+    """A model whose sequences are preempted, one alone or many under load, at a block size."""
+
+    def __init__(self, config: Config):
+        self._config, self._model = config, load_model(config.model)
+
+    def measure(self, block_size: int) -> Case:
+        """Take one sequence out of the cache and bring it back."""
+        num_tokens, rounds, seed = self._config.num_tokens, self._config.rounds, self._config.seed
+        out_ms, in_ms, each_ms, recompute_ms = micro.measure(
+            self._model, num_tokens, block_size, rounds=rounds, seed=seed
+        )
+        return Case(
+            block_size,
+            -(-num_tokens // block_size),
+            out_ms,
+            in_ms,
+            out_ms + in_ms,
+            each_ms,
+            recompute_ms,
+            micro.num_copies(num_tokens, block_size),
+            1e3 * micro.swap_s(num_tokens, block_size),
+            1e3 * micro.gathered_swap_s(num_tokens, block_size),
+            1e3 * micro.recompute_s(num_tokens, block_size),
+        )
+
+    def serve(self, block_size: int) -> list[Run]:
+        """Serve the requests in each mode."""
+        config = self._config
+        requests, notes = build_workload(
+            "lengths",
+            lengths="sharegpt",
+            num_requests=config.num_requests,
+            max_model_len=config.max_model_len,
+            max_tokens=config.max_tokens,
+            overflow="clip",
+            vocab=VocabRange(0, self._model.config.vocab_size),
+            seed=config.seed,
+        )
+        print("\n".join([f"block size {block_size}", *notes]))
+        return serve_modes(
+            self._model,
+            engine_options(config) | {"block_size": block_size},
+            requests,
+            pool_percent=config.pool_percent,
+            rounds=config.served_rounds,
+        )
 
 
-def claims_of(cases: Sequence[Case], runs: Sequence[Run]) -> list[Claim]:
-    """The paper's claims, each with the figure that tells whether it holds."""
-    claims = []
-    if cases:
-        first, last = cases[0], cases[-1]
-        recomputes = [case.recompute_ms for case in cases]
-        a100_recomputes = [case.a100_recompute_ms for case in cases]
-        ratios = [case.a100_recompute_ms / case.a100_each_ms for case in cases]
-        claims += [
-            Claim(
-                "swapping is slow at small blocks: many small copies",
-                f"a copy for each block: block size {first.block_size} / {last.block_size}",
-                first.each_ms / last.each_ms,
-                first.a100_each_ms / last.a100_each_ms,
-            ),
-            Claim(
-                "likewise",
-                f"blocks gathered first: block size {first.block_size} / {last.block_size}",
-                first.swap_ms / last.swap_ms,
-                first.a100_swap_ms / last.a100_swap_ms,
-            ),
-            Claim(
-                "recomputing takes the same at any block size",
-                "longest / shortest",
-                max(recomputes) / min(recomputes),
-                max(a100_recomputes) / min(a100_recomputes),
-            ),
-            Claim(
-                "recomputing takes never more than 20 % longer than swapping",
-                f"recompute / swap, the most (paper: {MOST_OVER_SWAP})",
-                max(case.recompute_ms / case.each_ms for case in cases),
-                max(ratios),
-            ),
-        ]
-        low, high = MIDDLE_BLOCKS
-        claims += [
-            Claim(
+def compare(rows: Rows) -> list[Comparison]:
+    """The paper's claims, each with the figures that tell whether it holds.
+
+    rows: the cases of the micro run, by block size.
+    """
+    sizes = [row["block_size"] for row in rows]
+    both = [
+        [[row[f"{kind}{name}_ms"] for row in rows] for name in ("each", "swap", "recompute")]
+        for kind in ("", "a100_")
+    ]
+    low, high = MIDDLE_BLOCKS
+    return [
+        Comparison(
+            "swapping is slow at small blocks: many small copies",
+            f"a copy for each block: block size {sizes[0]} / {sizes[-1]}",
+            *(each[0] / each[-1] for each, _, _ in both),
+        ),
+        Comparison(
+            "likewise",
+            f"blocks gathered first: block size {sizes[0]} / {sizes[-1]}",
+            *(swap[0] / swap[-1] for _, swap, _ in both),
+        ),
+        Comparison(
+            "recomputing takes the same at any block size",
+            "longest / shortest",
+            *(max(recompute) / min(recompute) for _, _, recompute in both),
+        ),
+        Comparison(
+            "recomputing takes never more than 20 % longer than swapping",
+            f"recompute / swap, the most (paper: {MOST_OVER_SWAP})",
+            *(max(map(truediv, recompute, each)) for each, _, recompute in both),
+        ),
+        *(
+            Comparison(
                 f"from {low} to {high} slots a block both are about even",
-                f"recompute / swap, block size {case.block_size}",
-                case.recompute_ms / case.each_ms,
-                case.a100_recompute_ms / case.a100_each_ms,
+                f"recompute / swap, block size {size}",
+                *(recompute[i] / each[i] for each, _, recompute in both),
             )
-            for case in cases
-            if low <= case.block_size <= high
-        ]
-    for block_size in dict.fromkeys(run.block_size for run in runs):
-        by_mode = {run.mode: run for run in runs if run.block_size == block_size}
-        ratio = by_mode["recompute"].latency_ms / by_mode["swap"].latency_ms
-        figure = f"latency, recompute / swap, block size {block_size}"
-        claims.append(Claim("both are about even, end to end", figure, ratio, None))
-    return claims
+            for i, size in enumerate(sizes)
+            if low <= size <= high
+        ),
+    ]
 
 
-def run_micro(model: LoadedModel, block_sizes: Sequence[int]) -> list[Case]:
-    is_quick = _QUICK.value
-    num_tokens = preset(_NUM_TOKENS, is_quick, quick=256, full=512)
-    rounds = preset(_ROUNDS, is_quick, quick=3, full=7)
-    cases = []
-    with tqdm(total=rounds * len(block_sizes), desc="micro", unit="round", leave=False) as bar:
-        for block_size in block_sizes:
-            measured = measure(
-                model,
-                num_tokens,
-                block_size,
-                rounds=rounds,
-                seed=_SEED.value,
-                on_round=bar.update,
+def compare_served(runs: Sequence[Run]) -> list[Comparison]:
+    """The paper's claim about runs end to end."""
+    latency_ms = {(run.block_size, run.mode): run.latency_ms for run in runs}
+    return [
+        Comparison(
+            "both are about even, end to end",
+            f"latency, recompute / swap, block size {size}",
+            latency_ms[size, "recompute"] / latency_ms[size, "swap"],
+            None,
+        )
+        for size in dict.fromkeys(run.block_size for run in runs)
+    ]
+
+
+def claims(results: dict[str, Any]) -> list[Claim]:
+    """The A100 is modelled by the experiment; on a CPU, host memory is as near as the cache."""
+    rows = sorted(results["cases"], key=lambda row: row["block_size"])
+    if len(rows) < 2:
+        return []
+    each, recompute = ([row[f"a100_{name}_ms"] for row in rows] for name in ("each", "recompute"))
+    measured = [row["recompute_ms"] for row in rows]
+    slow, flat = each[0] / each[-1], max(measured) / min(measured)
+    ratios = {row["block_size"]: r / e for row, r, e in zip(rows, recompute, each, strict=True)}
+    most = max(ratios.values())
+    low, high = MIDDLE_BLOCKS
+    middle = {size: ratio for size, ratio in ratios.items() if low <= size <= high}
+    found = [
+        Claim(
+            "swapping is slow at small blocks",
+            "many small copies",
+            f"{slow:.3g} times as long at {rows[0]['block_size']} as at {rows[-1]['block_size']} "
+            "(A100, modelled)",
+            "above 2 times",
+            slow > 2,
+        ),
+        Claim(
+            "recomputing takes the same at any block size",
+            "flat",
+            f"longest over shortest: {flat:.2f} (measured)",
+            "at most 1.2",
+            flat <= 1.2,
+            "small blocks cost this device's attention more, and its timings vary",
+        ),
+        Claim(
+            "recomputing takes never more than 20 % longer than swapping",
+            f"at most {MOST_OVER_SWAP}",
+            f"{most:.2f} at most (A100, modelled)",
+            f"at most {MOST_OVER_SWAP}",
+            most <= MOST_OVER_SWAP,
+            "the model's PCIe and FLOP/s decide the largest blocks, where copies are few",
+        ),
+    ]
+    if middle:
+        found.append(
+            Claim(
+                f"from {low} to {high} slots a block both take about as long",
+                "about even",
+                ", ".join(f"{ratio:.2f} at {size}" for size, ratio in middle.items())
+                + " (recompute over swap, A100, modelled)",
+                "between 1/2 and 2",
+                all(0.5 <= ratio <= 2 for ratio in middle.values()),
+                "a copy's fixed cost is assumed",
             )
-            cases.append(case_of(block_size, num_tokens, measured))
-    return cases
+        )
+    return found
 
 
-def draw_requests(model: LoadedModel) -> list[WorkloadRequest]:
-    requests, notes = build_workload(
-        "lengths",
-        lengths="sharegpt",
-        num_requests=preset(_NUM_REQUESTS, _QUICK.value, quick=12, full=24),
-        max_model_len=_MAX_MODEL_LEN.value,
-        max_tokens=preset(_MAX_TOKENS, _QUICK.value, quick=128, full=256),
-        overflow="clip",
-        vocab=VocabRange(0, model.config.vocab_size),
-        seed=_SEED.value,
-    )
-    for note in notes:
-        print(note)
-    return requests
-
-
-def run_end_to_end(
-    model: LoadedModel, requests: Sequence[WorkloadRequest], block_size: int
-) -> list[Run]:
-    """Serve the requests in each mode in turn, round by round."""
-    blocks = num_blocks_of(requests, block_size)
-    small = max(max(blocks), sum(blocks) * _POOL_PERCENT.value // 100)
-    engines: dict[Mode, Engine] = {}
-    rounds: dict[Mode, list[Served]] = {mode: [] for mode in MODES}
-    try:
-        for mode in MODES:
-            engines[mode] = Engine(
-                model,
-                block_size=block_size,
-                num_blocks=sum(blocks) if mode == "none" else small,
-                max_num_seqs=_MAX_NUM_SEQS.value,
-                max_num_batched_tokens=_MAX_NUM_BATCHED_TOKENS.value,
-                max_model_len=_MAX_MODEL_LEN.value,
-                enable_prefix_caching=_ENABLE_PREFIX_CACHING.value,
-                preemption_mode="recompute" if mode == "none" else mode,
-                swap_space_blocks=sum(blocks) if mode in ("swap", "auto") else 0,
-                seed=_SEED.value,
-            )
-            engines[mode].warm_up()
-        for number in range(preset(_SERVED_ROUNDS, _QUICK.value, quick=2, full=3)):
-            order = MODES if number % 2 == 0 else MODES[::-1]  # a noisy machine slows all of them
-            for mode in order:
-                print(f"block size {block_size}, {mode}, round {number + 1}")
-                rounds[mode].append(serve_once(engines[mode], requests))
-    finally:
-        for engine in engines.values():
-            engine.close()
-    wanted = rounds["none"][0].tokens
-    return [summarise(block_size, mode, rounds[mode], wanted) for mode in MODES]
-
-
-def print_columns(title: str, rows: Sequence[Mapping[str, object]], columns: Sequence[str]) -> None:
-    if rows:
-        reporting.print_table(title, columns, [[row[name] for name in columns] for row in rows])
-
-
-def plot(cases: Sequence[Case], runs: Sequence[Run], path: str) -> None:
+def plot(config: Config, rows: Rows, runs: Sequence[Run]) -> None:
     """Costs against block size, measured and modelled; latencies end to end."""
-    figure, axes = plt.subplots(1, 3, figsize=(14, 4), layout="constrained")
-    lines = (("a copy for each block", "each"), ("swap", "swap"), ("recompute", "recompute"))
-    for ax, prefix, title in (
-        (axes[0], "", f"measured: {_MODEL.value}"),
-        (axes[1], "a100_", "modelled: OPT-13B on an A100"),
-    ):
-        for label, name in lines:
-            points = [(case.block_size, getattr(case, f"{prefix}{name}_ms")) for case in cases]
-            if points:
-                ax.loglog(*zip(*points, strict=True), "o-", label=label)
-        ax.set_xticks([case.block_size for case in cases], [str(c.block_size) for c in cases])
-        ax.minorticks_off()
-        _label(ax, title, "block size (slots)", "out and in again, or prefill (ms)")
-    sizes = list(dict.fromkeys(run.block_size for run in runs))
-    for number, mode in enumerate(MODES):
-        heights = [run.latency_ms for run in runs if run.mode == mode]
-        places = [i + 0.2 * (number - 1.5) for i in range(len(heights))]
-        axes[2].bar(places, heights, width=0.18, label=mode)
-    axes[2].set_xticks(range(len(sizes)), [str(size) for size in sizes])
-    _label(axes[2], "end to end", "block size (slots)", "normalised latency (ms/token)")
-    figure.savefig(path, dpi=150)
-    plt.close(figure)
+    figure, axes = figures.panels(1, 3, size=(4.7, 4))
+    measured, modelled, served = axes[0]
+    names = {"a copy for each block": "each", "swap": "swap", "recompute": "recompute"}
+    for panel, prefix in ((measured, ""), (modelled, "a100_")):
+        panel.set(xscale="log", yscale="log", xlabel="block size (slots)")
+        panel.set_ylabel("out and in again, or prefill (ms)")
+        times = {
+            label: [(row["block_size"], row[f"{prefix}{name}_ms"]) for row in rows]
+            for label, name in names.items()
+        }
+        figures.lines(panel, times)
+        sizes = [row["block_size"] for row in rows]
+        panel.set_xticks(sizes, map(str, sizes))
+        panel.minorticks_off()
+    measured.set_title(f"measured: {config.model}")
+    modelled.set_title("modelled: OPT-13B on an A100")
+    latencies = {mode: [r.latency_ms for r in runs if r.mode == mode] for mode in MODES}
+    figures.bars(
+        served, [str(size) for size in dict.fromkeys(r.block_size for r in runs)], latencies
+    )
+    served.set(
+        title="end to end", xlabel="block size (slots)", ylabel="normalised latency (ms/token)"
+    )
+    for panel in axes[0]:
+        if panel.get_legend_handles_labels()[0]:
+            panel.legend()
+    figures.save(figure, config.out_dir, "preemption.png")
 
 
-def _label(axes: Axes, title: str, xlabel: str, ylabel: str) -> None:
-    axes.set(title=title, xlabel=xlabel, ylabel=ylabel)
-    if axes.get_legend_handles_labels()[0]:
-        axes.legend()
+def print_columns(title: str, rows: Rows, columns: Sequence[str]) -> None:
+    if rows:
+        print_table(title, columns, [[row[name] for name in columns] for row in rows])
 
 
-def block_sizes_of(flag: flags.FlagHolder[list[str] | None], default: list[int]) -> list[int]:
-    """Ascending, each once."""
-    if flag.value is None:
-        return default
-    return sorted({*reporting.integers(flag, 1)})
-
-
-def main() -> None:
-    known = {"micro", "end_to_end"}
-    if not _RUNS.value or set(_RUNS.value) - known:
-        raise ValueError(f"--runs takes micro and end_to_end, got {','.join(_RUNS.value)}")
-    is_quick = _QUICK.value
-    powers = [2**i for i in range(9)]
-    micro_sizes = block_sizes_of(_BLOCK_SIZES, [1, 16, 256] if is_quick else powers)
-    served_sizes = block_sizes_of(_SERVED_BLOCK_SIZES, [16] if is_quick else [4, 16, 64])
-    out_dir = reporting.make_out_dir(_OUT_DIR.value)
-    model = load_model(_MODEL.value)
-    cases = run_micro(model, micro_sizes) if "micro" in _RUNS.value else []
+def main(config: Config) -> None:
+    preemption = Preemption(config)
+    cases: list[Case] = []
     runs: list[Run] = []
-    if "end_to_end" in _RUNS.value:
-        requests = draw_requests(model)
-        for block_size in served_sizes:
-            runs += run_end_to_end(model, requests, block_size)
+    if "micro" in config.runs:
+        sizes = sorted({*config.block_sizes})
+        cases = grid(preemption.measure, sizes, config, unit="block size", description="micro")
+    if "end_to_end" in config.runs:
+        sizes = sorted({*config.served_block_sizes})
+        served = grid(preemption.serve, sizes, config, unit="block size", description="end to end")
+        runs = [row for of_size in served for row in of_size]
 
-    claims = claims_of(cases, runs)
-    rows = [case._asdict() for case in cases]
-    served = [run._asdict() for run in runs]
-    tables = {"end_to_end": served, "claims": [claim._asdict() for claim in claims]}
-    reporting.write_cases(rows, out_dir, _QUICK, a100=modelled.COST, **tables)
-    reporting.write_csv(out_dir, "end_to_end.csv", served)
+    rows, served_rows = [c._asdict() for c in cases], [r._asdict() for r in runs]
+    comparisons = (compare(rows) if rows else []) + compare_served(runs)
+    write_results(
+        rows,
+        config,
+        a100=micro.COST,
+        end_to_end=served_rows,
+        claims=[each._asdict() for each in comparisons],
+    )
+    write_csv(config.out_dir, "end_to_end.csv", served_rows)
     print_columns("Measured: one sequence, taken out and brought back", rows, Case._fields[:7])
     print_columns("Modelled: OPT-13B on an A100", rows, ("block_size", *Case._fields[7:]))
-    print_columns("End to end", served, (*Run._fields[:4], *Run._fields[8:]))
-    print_columns("End to end, a round", served, ("block_size", "mode", *Run._fields[4:8]))
-    reporting.print_table("The paper's claims (a100: modelled)", Claim._fields, claims)
-    plot(cases, runs, str(out_dir / "preemption.png"))
-    print(f"results in {out_dir}")
+    print_columns("End to end", served_rows, (*Run._fields[:4], *Run._fields[8:]))
+    print_columns("End to end, a round", served_rows, ("block_size", "mode", *Run._fields[4:8]))
+    print_table("The paper's claims (a100: modelled)", Comparison._fields, comparisons)
+    plot(config, rows, runs)
 
 
 if __name__ == "__main__":
-    reporting.run(main)
+    run(main, Config)

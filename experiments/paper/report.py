@@ -2,38 +2,15 @@
 
 import base64
 import html
-import shlex
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from experiments.lib import reporting
-from experiments.paper import measured_claims as measured
-from experiments.paper import simulated_claims as simulated
-from experiments.paper.claims import Claim
-from experiments.paper.reproduce_plan import Outcome, Step
+from experiments.lib.claims import VERDICTS, Claim
+from experiments.lib.reporting import cell, markdown_table
 
-CLAIMS: dict[str, Callable[[dict[str, Any]], list[Claim]]] = {
-    "capacity": simulated.capacity,
-    "memory_waste": simulated.memory_waste,
-    "throughput": simulated.throughput,
-    "batched_requests": simulated.batched_requests,
-    "parallel_and_beam": simulated.parallel_and_beam,
-    "length_shapes": simulated.length_shapes,
-    "memory_sharing": measured.memory_sharing,
-    "shared_prefix": measured.shared_prefix,
-    "chatbot": measured.chatbot,
-    "kernel_latency": measured.kernel_latency,
-    "decode_step": measured.decode_step,
-    "block_size": simulated.block_size,
-    "validate_simulator": measured.validate_simulator,
-    "preemption": measured.preemption,
-    "tail_latency": measured.tail_latency,
-    "prefix_hit_rate": measured.prefix_hit_rate,
-}
 COLUMNS = ("claim", "paper", "here", "verdict", "counts as reproduced")
-VERDICTS = ("reproduced", "differs", "not comparable")
 
 _STYLE = """
 body { font: 15px/1.45 system-ui, sans-serif; max-width: 68rem; margin: 2rem auto; padding: 0 1rem;
@@ -47,31 +24,41 @@ code { background: #f2f2f2; padding: 0 0.2rem; }
 .notcomparable { background: #eee; }
 p.note { color: #555; margin: 0.2rem 0; }
 """
+_MARKDOWN = {
+    "title": "# {}\n",
+    "heading": "\n## {}\n\n",
+    "failure": "Failed: {}\n",
+    "text": "{}\n\n",
+    "note": "\n- {}",
+    "command": "\n`{}`, {}\n",
+}
+_HTML = {
+    "title": "<h1>{}</h1>",
+    "heading": "<h2>{}</h2>",
+    "failure": '<p class="differs">Failed: {}</p>',
+    "text": "<p>{}</p>",
+    "note": '<p class="note">{}</p>',
+    "plot": '<p><img alt="{}" src="data:image/png;base64,{}"></p>',
+    "command": "<p><code>{}</code>, {}</p>",
+}
 
 
 @dataclass(frozen=True)
 class Section:
     """One experiment: how it ended, and what it says of the paper."""
 
-    step: Step
-    folder: Path
-    outcome: Outcome
+    name: str
+    title: str
+    remark: str  # what a reader of the claims has to know
+    folder: Path  # of its results
+    command: str
+    took: str
+    failure: str | None  # why there is nothing to show; None where it succeeded
     claims: list[Claim]
 
     @property
-    def failure(self) -> str | None:
-        """Why there is nothing to show; None where it succeeded."""
-        if not self.outcome.succeeded:
-            return f"exit code {self.outcome.returncode}: {self.outcome.last_line}"
-        return None
-
-    @property
     def plots(self) -> list[Path]:
-        return [self.folder / name for name in self.step.plots if (self.folder / name).is_file()]
-
-    @property
-    def command(self) -> str:
-        return f"python {shlex.join(self.outcome.command[1:])}"
+        return sorted(self.folder.glob("*.png"))
 
 
 def summary(sections: Sequence[Section]) -> dict[str, int]:
@@ -94,81 +81,68 @@ def notes(claims: Sequence[Claim]) -> list[str]:
     )
 
 
+Block = tuple[Any, ...]  # its kind, and what it shows
+
+
+def blocks(
+    title: str, sections: Sequence[Section], environment: Mapping[str, object]
+) -> Iterator[Block]:
+    """All that the report shows, in order."""
+    yield "title", title
+    yield "table", ("verdict", "claims"), summary(sections).items()
+    for section in sections:
+        yield "heading", section.title
+        if section.failure is not None:
+            yield "failure", section.failure
+            continue
+        if section.remark:
+            yield "text", section.remark
+        if section.claims:
+            yield "table", COLUMNS, claim_rows(section.claims)
+        yield from (("note", note) for note in notes(section.claims))
+        yield from (("plot", section.title, plot) for plot in section.plots)
+        yield "command", section.command, section.took
+    yield "heading", "Where"
+    yield "table", ("what", "value"), environment.items()
+
+
 def markdown(
     title: str, sections: Sequence[Section], environment: Mapping[str, object], out_dir: Path
 ) -> str:
-    """With the plots where the experiments left them."""
-    parts = [
-        f"# {title}\n",
-        reporting.markdown_table(("verdict", "claims"), summary(sections).items()),
-    ]
-    for section in sections:
-        parts.append(f"\n## {section.step.title}\n\n")
-        if section.failure is not None:
-            parts.append(f"Failed: {section.failure}\n")
-            continue
-        if section.step.remark:
-            parts.append(f"{section.step.remark}\n\n")
-        if section.claims:
-            parts.append(reporting.markdown_table(COLUMNS, claim_rows(section.claims)))
-        parts += [f"\n- {note}" for note in notes(section.claims)]
-        for plot in section.plots:
-            parts.append(f"\n\n![{section.step.title}]({plot.relative_to(out_dir)})\n")
-        parts.append(f"\n`{section.command}`, {_took(section)}\n")
-    parts.append("\n## Where\n\n")
-    parts.append(reporting.markdown_table(("what", "value"), environment.items()))
-    return "".join(parts)
+    """The report as Markdown in `out_dir`, with links to the plots."""
+
+    def shown(kind: str, *what: Any) -> str:
+        if kind == "table":
+            return markdown_table(*what)
+        if kind == "plot":
+            title, path = what
+            return f"\n\n![{title}]({path.relative_to(out_dir)})\n"
+        return _MARKDOWN[kind].format(*what)
+
+    return "".join(shown(*block) for block in blocks(title, sections, environment))
 
 
 def html_page(title: str, sections: Sequence[Section], environment: Mapping[str, object]) -> str:
-    """With the plots in it."""
-    escape = html.escape
-    body = [
-        f"<h1>{escape(title)}</h1>",
-        _html_table(("verdict", "claims"), summary(sections).items()),
-    ]
-    for section in sections:
-        body.append(f"<h2>{escape(section.step.title)}</h2>")
-        if section.failure is not None:
-            body.append(f'<p class="differs">Failed: {escape(section.failure)}</p>')
-            continue
-        if section.step.remark:
-            body.append(f"<p>{escape(section.step.remark)}</p>")
-        if section.claims:
-            body.append(_html_table(COLUMNS, claim_rows(section.claims)))
-        body += [f'<p class="note">{escape(note)}</p>' for note in notes(section.claims)]
-        for plot in section.plots:
-            data = base64.b64encode(plot.read_bytes()).decode()
-            alt = escape(section.step.title)
-            body.append(f'<p><img alt="{alt}" src="data:image/png;base64,{data}"></p>')
-        body.append(f"<p><code>{escape(section.command)}</code>, {_took(section)}</p>")
-    body += ["<h2>Where</h2>", _html_table(("what", "value"), environment.items())]
-    head = f'<meta charset="utf-8"><title>{escape(title)}</title><style>{_STYLE}</style>'
-    return (
-        f"<!doctype html>\n<html><head>{head}</head><body>\n"
-        + "\n".join(body)
-        + "\n</body></html>\n"
-    )
+    """The report as one HTML file, with the plots in it."""
+
+    def shown(kind: str, *what: Any) -> str:
+        if kind == "table":
+            return _html_table(*what)
+        if kind == "plot":
+            title, path = what
+            what = title, base64.b64encode(path.read_bytes()).decode()
+        return _HTML[kind].format(*map(html.escape, what))
+
+    head = f'<meta charset="utf-8"><title>{html.escape(title)}</title><style>{_STYLE}</style>'
+    body = "\n".join(shown(*block) for block in blocks(title, sections, environment))
+    return f"<!doctype html>\n<html><head>{head}</head><body>\n{body}\n</body></html>\n"
 
 
-def _took(section: Section) -> str:
-    kept = ", kept from an earlier run" if section.outcome.was_kept else ""
-    seconds, cpu_seconds = section.outcome.seconds, section.outcome.cpu_seconds
-    return f"{seconds:.0f} s ({cpu_seconds:.0f} s of CPU time){kept}"
+def _html_table(columns: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
+    def shown(text: str) -> str:
+        kind = f' class="{text.replace(" ", "")}"' if text in VERDICTS else ""
+        return f"<td{kind}>{html.escape(text)}</td>"
 
-
-def _html_table(columns: Sequence[str], rows: Any) -> str:
     head = "".join(f"<th>{html.escape(column)}</th>" for column in columns)
-    lines = []
-    for row in rows:
-        cells = [reporting.cell(value) for value in row]
-        classes = [cell.replace(" ", "") if cell in VERDICTS else "" for cell in cells]
-        lines.append(
-            "".join(
-                f'<td class="{name}">{html.escape(cell)}</td>'
-                if name
-                else f"<td>{html.escape(cell)}</td>"
-                for name, cell in zip(classes, cells, strict=True)
-            )
-        )
+    lines = ["".join(shown(cell(value)) for value in row) for row in rows]
     return f"<table><tr>{head}</tr>" + "".join(f"<tr>{line}</tr>" for line in lines) + "</table>"

@@ -6,9 +6,9 @@
     python -m experiments.paper.reproduce --quick --mooncake=conversation.jsonl
 
 Each experiment runs in a process of its own and leaves its results in a folder of --out_dir. Then
-report.html (one file, with all plots) and report.md put the paper's figures beside those found
-here, with a verdict on each claim by a rule that is fixed beforehand: reproduced, differs, or not
-comparable where this machine or model cannot decide it. Notes say what differs.
+report.html (one file, with all plots) and report.md put the paper's figures beside the figures
+found here, with a verdict on each claim by a rule that is fixed beforehand: reproduced, differs, or
+not comparable where this machine or model cannot decide it. Notes say what differs.
 
 What has run is kept: started again, it goes on where it was interrupted, and runs again only what
 failed, or what another version of the code or other flags have made. --fresh runs all.
@@ -17,92 +17,320 @@ On two CPU cores, expect less than 10 minutes with --quick and less than 2 hours
 1: an experiment failed; the report is written all the same.
 """
 
+import importlib
+import json
+import re
+import resource
+import shlex
+import subprocess
 import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from absl import flags
 from tqdm import tqdm
 
 from experiments.lib import reporting
-from experiments.paper.report import CLAIMS, Section, html_page, markdown, summary
-from experiments.paper.reproduce_plan import (
-    STEPS,
-    Outcome,
-    Step,
-    chosen_steps,
-    kept_outcome,
-    results_of,
-    run,
+from experiments.lib.claims import Claim
+from experiments.lib.experiment import run
+from experiments.lib.options import Options, as_dict, option
+from experiments.paper.report import Section, html_page, markdown, summary
+
+# The plan. Experiments that decide most claims come first. Without --quick, simulations of the
+# paper's figures run in full, and real runs as far as two hours on two CPU cores allow; each
+# experiment alone, without flags, takes longer.
+
+
+@dataclass(frozen=True)
+class Step:
+    """One experiment, and its flags."""
+
+    module: str  # in `experiments`
+    title: str
+    quick: str = "--quick"  # its flags with --quick
+    full: str = ""  # and without
+    remark: str = ""  # what a reader of its claims has to know
+    more: tuple[str, ...] = ()  # flags with and without --quick
+    alias: str = ""  # a name that says more than the module's
+
+    @property
+    def name(self) -> str:
+        """Its name in the report and of its folder: the module's, without the figure's number."""
+        return self.alias or re.sub(r"^fig\d+_", "", self.module.rpartition(".")[2])
+
+    def command(self, config: "Config") -> list[str]:
+        flags = [*(self.quick if config.quick else self.full).split(), *self.more]
+        if config.seed:
+            flags.append(f"--seed={config.seed}")
+        out_dir = f"--out_dir={Path(config.out_dir) / self.name}"
+        return [sys.executable, "-m", f"experiments.{self.module}", *flags, out_dir]
+
+    def claims(self, results: dict[str, Any]) -> list[Claim]:
+        """The paper's claims beside the results, as the experiment judges them."""
+        module = importlib.import_module(f"experiments.{self.module}")
+        found: list[Claim] = module.claims(results)
+        return found
+
+
+LENGTHS = (
+    "The paper publishes the means of its requests' lengths. The spread of ShareGPT's outputs, one "
+    "number, is inferred from its figures 2 and 13 (sharegpt_served), so the contiguous systems of "
+    "these two figures are no independent evidence of it; Alpaca's spread is assumed. Step times "
+    "are those of a roofline model, which no figure was fitted to."
 )
-
-_QUICK = flags.DEFINE_bool("quick", False, "Short runs of everything.")
-_ONLY = flags.DEFINE_list("only", [], f"Only these: {', '.join(step.name for step in STEPS)}.")
-_MOONCAKE = flags.DEFINE_string(
-    "mooncake", None, "A Mooncake trace (JSONL), for prefix_hit_rate, which runs only with one."
+STEPS = (
+    Step(
+        "paper.fig01_capacity",
+        "What fits in a GPU (table 1, Figure 1)",
+        quick="--quick --duration_s=60 --systems=orca_oracle,paged",
+    ),
+    Step(
+        "paper.fig02_memory_waste",
+        "Where the KV memory goes (Figure 2)",
+        quick="--quick --num_real_requests=16 --real_max_model_len=128 --real_pool=2",
+        remark=LENGTHS,
+    ),
+    Step("paper.fig12_throughput", "Request rates sustained (Figure 12)", remark=LENGTHS),
+    Step("paper.fig13_batched_requests", "Batch sizes (Figure 13)", remark=LENGTHS),
+    Step("paper.fig14_parallel_and_beam", "Parallel sampling and beam search (Figure 14)"),
+    Step(
+        "paper.fig15_memory_sharing",
+        "Memory saved by sharing (Figure 15)",
+        quick="--quick --runs=simulated --widths=2,6 --num_requests=150",
+        full="--num_real_requests=6 --max_real_tokens=128",
+    ),
+    Step(
+        "paper.fig16_shared_prefix",
+        "A shared prefix (Figure 16)",
+        # Steps for few sequences: less to wait for where nothing is compiled yet.
+        quick="--quick --max_num_seqs=8 --max_num_batched_tokens=64 --num_requests=8 --rounds=1 "
+        "--output_tokens=8 --prefill_rounds=3",
+        full="--num_requests=32 --rounds=3 --prefill_rounds=20",
+    ),
+    Step(
+        "paper.fig17_chatbot",
+        "A chatbot (Figure 17)",
+        quick="--quick --num_conversations=2 --rounds=1 --max_turns=3",
+        full="--num_conversations=4 --num_users=4 --rounds=1 --max_output_tokens=128",
+    ),
+    Step(
+        "kernels.latency",
+        "The attention kernel (Figure 18a)",
+        quick="--context=64,256 --block_size=16",
+        alias="kernel_latency",
+    ),
+    Step(
+        "costs.decode_step",
+        "A whole decode step, paged and contiguous",
+        quick="--batch=8,32 --context=64 --rounds=5",
+    ),
+    Step(
+        "paper.fig18_block_size",
+        "Block sizes, end to end (Figure 18b)",
+        quick="--quick --block_size=1,16,64,256 --duration_s=40 --real_block_size=16,64",
+    ),
+    Step(
+        "paper.fig19_preemption",
+        "Recompute or swap (Figure 19)",
+        quick="--quick --runs=micro",
+        full="--quick --block_sizes=1,4,16,32,64,256",
+    ),
+    Step(
+        "costs.tail_latency",
+        "Tail latency under load",
+        quick="--quick --loads=1.5 --long_prompt=1024 --long_every=4 --num_requests=8 "
+        "--short_output=24",
+        full="--quick",
+    ),
+    Step("costs.length_shapes", "Uniform lengths hide what log-normal ones show"),
+    Step(
+        "simulator.validate",
+        "The simulator beside the real engine",
+        quick="--quick --num_requests=12",
+        full="--quick --rounds=3",
+        alias="validate_simulator",
+    ),
 )
-_FRESH = flags.DEFINE_bool("fresh", False, "Run again what has run already.")
-_OUT_DIR = flags.DEFINE_string("out_dir", "out/reproduce", "Where the results go.")
+# Runs where the user has a trace.
+HIT_RATE = Step("costs.prefix_hit_rate", "Prefix hits of a Mooncake trace", quick="")
 
 
-def run_step(
-    step: Step, more: tuple[str, ...], out_dir: Path, commit: str | None, bar: "tqdm[Any]"
+@dataclass(frozen=True, kw_only=True)
+class Config(Options):
+    only: tuple[str, ...] = option(
+        (), f"Only these experiments run: {', '.join(step.name for step in STEPS)}."
+    )
+    mooncake: str | None = option(
+        None, "prefix_hit_rate reads this Mooncake trace (JSONL), and runs only with one."
+    )
+    fresh: bool = option(False, "Run again what has run already.")
+
+
+def chosen_steps(names: Sequence[str], mooncake: str | None) -> list[Step]:
+    """The steps of these names in order, all for no names; ValueError for an unknown name."""
+    plan = [*STEPS]
+    if mooncake is not None:
+        plan.append(replace(HIT_RATE, more=(f"--trace={mooncake}",)))
+    known = [step.name for step in plan]
+    if unknown := [name for name in names if name not in known]:
+        raise ValueError(f"no experiment {', '.join(unknown)}; there are {', '.join(known)}")
+    return [step for step in plan if not names or step.name in names]
+
+
+# Running an experiment, or keeping what an earlier run of it has left
+
+DONE = "done.json"
+LOG = "log.txt"
+POLL_S = 0.5
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a run of one experiment ended, as `DONE` keeps it."""
+
+    command: list[str]
+    commit: str | None
+    seconds: float
+    cpu_seconds: float  # of all its processes: what it takes on a machine that does more
+    returncode: int
+    last_line: str  # of the output
+    was_kept: bool = False  # from an earlier run
+
+    @property
+    def succeeded(self) -> bool:
+        return self.returncode == 0
+
+    @property
+    def failure(self) -> str | None:
+        return None if self.succeeded else f"exit code {self.returncode}: {self.last_line}"
+
+    @property
+    def took(self) -> str:
+        kept = ", kept from an earlier run" if self.was_kept else ""
+        return f"{self.seconds:.0f} s ({self.cpu_seconds:.0f} s of CPU time){kept}"
+
+
+def kept_outcome(folder: Path, command: list[str], commit: str | None) -> Outcome | None:
+    """The outcome of an earlier run of the same command at the same commit, if it succeeded."""
+    done = folder / DONE
+    if not (done.is_file() and (folder / "results.json").is_file()):
+        return None
+    outcome = Outcome(**json.loads(done.read_text()))
+    is_same = (outcome.command[1:], outcome.commit) == (command[1:], commit)
+    return replace(outcome, was_kept=True) if is_same and outcome.succeeded else None
+
+
+def run_command(
+    command: list[str], folder: Path, commit: str | None, show: Callable[[str], None]
 ) -> Outcome:
-    """Of this run or of an earlier one."""
-    folder = out_dir / step.name
-    command = step.command(_QUICK.value, str(folder), more)
-    if not _FRESH.value and (kept := kept_outcome(folder, command, commit)) is not None:
-        return kept
-    return run(command, folder, commit, lambda line: bar.set_postfix_str(line[-60:]))
+    """Run a command, its output in `LOG`; `show` gets the last line from time to time."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / DONE).unlink(missing_ok=True)
+    start, cpu_start = time.monotonic(), _cpu_seconds()
+    with (folder / LOG).open("w") as log:
+        process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT)
+        try:
+            while process.poll() is None:
+                time.sleep(POLL_S)
+                show(last_line(folder / LOG))
+        except BaseException:
+            process.terminate()
+            process.wait()
+            raise
+    outcome = Outcome(
+        command,
+        commit,
+        time.monotonic() - start,
+        _cpu_seconds() - cpu_start,
+        process.returncode,
+        last_line(folder / LOG),
+    )
+    (folder / DONE).write_text(json.dumps(asdict(outcome), indent=2) + "\n")
+    return outcome
 
 
-def main() -> None:
-    steps = chosen_steps(_ONLY.value, _MOONCAKE.value)
-    out_dir = reporting.make_out_dir(_OUT_DIR.value)
+def _cpu_seconds() -> float:
+    """CPU time of the child processes that have ended, and of their own children."""
+    usage = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return usage.ru_utime + usage.ru_stime
+
+
+def last_line(log: Path) -> str:
+    """The last line that is not blank; of a progress bar, its last state."""
+    with log.open("rb") as file:
+        file.seek(0, 2)
+        file.seek(max(0, file.tell() - 4096))
+        text = file.read().decode(errors="replace")
+    lines = [line.strip() for line in text.replace("\r", "\n").splitlines() if line.strip()]
+    return lines[-1] if lines else ""
+
+
+def run_step(step: Step, config: Config, commit: str | None, bar: "tqdm[Any]") -> Section:
+    """Run an experiment, unless an earlier run is kept, and judge the paper's claims by it."""
+    folder, command = Path(config.out_dir) / step.name, step.command(config)
+    outcome = None if config.fresh else kept_outcome(folder, command, commit)
+    if outcome is None:
+        outcome = run_command(command, folder, commit, lambda line: bar.set_postfix_str(line[-60:]))
+    claims = []
+    if outcome.succeeded:
+        claims = step.claims(json.loads((folder / "results.json").read_text()))
+    return Section(
+        step.name,
+        step.title,
+        step.remark,
+        folder,
+        f"python {shlex.join(outcome.command[1:])}",
+        outcome.took,
+        outcome.failure,
+        claims,
+    )
+
+
+def main(config: Config) -> int:
+    steps = chosen_steps(config.only, config.mooncake)
+    out_dir = Path(config.out_dir)
     commit = reporting.git_commit(Path(__file__).parent)
     sections: list[Section] = []
     with tqdm(total=len(steps), unit="experiment") as bar:
-        for step, more in steps:
+        for step in steps:
             bar.set_description(step.name)
-            folder = out_dir / step.name
-            outcome = run_step(step, more, out_dir, commit, bar)
-            claims = []
-            if outcome.succeeded:
-                claims = CLAIMS[step.name](results_of(folder))
-            section = Section(step, folder, outcome, claims)
+            section = run_step(step, config, commit, bar)
             sections.append(section)
             if section.failure is not None:
                 bar.write(f"{step.name}: {section.failure}")
             bar.update()
 
-    title = f"The paper's figures, again{' (quick)' if _QUICK.value else ''}"
+    title = f"The paper's figures, again{' (quick)' if config.quick else ''}"
     environment = reporting.environment()
     (out_dir / "report.md").write_text(markdown(title, sections, environment, out_dir))
     (out_dir / "report.html").write_text(html_page(title, sections, environment))
-    reporting.write_json(
-        out_dir,
-        "results.json",
+    rows = [
         {
-            "flags": reporting.flag_values(_QUICK),
-            "environment": environment,
-            "summary": summary(sections),
-            "claims": [
-                {"experiment": s.step.name, "claim": c.what, "paper": c.paper, "here": c.ours,
-                 "rule": c.rule, "verdict": c.verdict}
-                for s in sections for c in s.claims
-            ],
-        },
-    )  # fmt: skip
-    reporting.print_table(
-        title,
-        ("experiment", "claim", "paper", "here", "verdict"),
-        [(s.step.name, c.what, c.paper, c.ours, c.verdict) for s in sections for c in s.claims],
-    )
+            "experiment": section.name,
+            "claim": claim.what,
+            "paper": claim.paper,
+            "here": claim.ours,
+            "rule": claim.rule,
+            "verdict": claim.verdict,
+        }
+        for section in sections
+        for claim in section.claims
+    ]
+    results = {
+        "flags": as_dict(config),
+        "environment": environment,
+        "summary": summary(sections),
+        "claims": rows,
+    }
+    reporting.write_json(out_dir, "results.json", results)
+    columns = ("experiment", "claim", "paper", "here", "verdict")
+    reporting.print_table(title, columns, [[row[name] for name in columns] for row in rows])
     print(*(f"{count} {what}" for what, count in summary(sections).items()), sep=", ")
     print(f"report in {out_dir / 'report.html'} and {out_dir / 'report.md'}")
-    if any(section.failure is not None for section in sections):
-        sys.exit(1)
+    return int(any(section.failure is not None for section in sections))
 
 
 if __name__ == "__main__":
-    reporting.run(main)
+    run(main, Config)

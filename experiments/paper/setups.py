@@ -1,11 +1,18 @@
-"""The models and GPUs of the paper (Kwon et al., table 1), and how many KV slots they had."""
+"""The models, GPUs and systems that the paper compares (Kwon et al., table 1 and section 6.1)."""
 
+from collections.abc import Collection
 from dataclasses import dataclass
 
 from paged_jax.memory.sizing import room_for_kv
+from paged_jax.simulation.cost_model import CostModel, RooflineCost
+from paged_jax.simulation.run import SystemConfig
 from paged_jax.simulation.setups import GPU, ModelShape, find_gpu, find_model_shape
 
 GIB = 2**30
+# The paper names no limit of running sequences: memory is what it compares.
+MAX_NUM_SEQS = 1024
+
+# Models on GPUs
 
 
 @dataclass(frozen=True)
@@ -21,25 +28,20 @@ class Deployment:
     def name(self) -> str:
         return f"{self.model.name}, {self.num_gpus} x {self.gpu.name}"
 
+    @property
+    def memory_bytes(self) -> int:
+        return self.num_gpus * self.gpu.memory_bytes
+
 
 @dataclass(frozen=True)
 class Setup:
     """A row of table 1. `kv_gib`: its memory for KV, which it calls GB and rounds to whole ones."""
 
-    model_name: str
-    gpu_name: str
+    model: ModelShape
+    gpu: GPU
     num_gpus: int
     kv_gib: int
-    paper_num_slots: int  # what the paper makes of it, as printed
-    trace_s: int  # length of the traces served (section 6.1)
-
-    @property
-    def model(self) -> ModelShape:
-        return find_model_shape(self.model_name)
-
-    @property
-    def gpu(self) -> GPU:
-        return find_gpu(self.gpu_name)
+    paper_num_slots: int  # as the paper prints it
 
     @property
     def memory_bytes(self) -> int:
@@ -54,11 +56,12 @@ class Setup:
     def share(self) -> float:
         """Share of the GPUs' memory for weights and KV, taken as a property of the kind of GPU.
 
-        It is the `table_share` of the first row with that GPU; the others follow from it. Of
-        OPT-66B's row it would come out too small: it says 21 GB, in which 9.6K slots fit, and 9.7K
-        slots, which take 21.3 GiB. The 21.35 GiB that follow from OPT-13B's row agree with both.
+        It is the `table_share` of the first row with that GPU; the others follow from it. The
+        `table_share` of OPT-66B's row is too small: that row says 21 GB, in which 9.6K slots fit,
+        and 9.7K slots, which take 21.3 GiB. The 21.35 GiB that follow from OPT-13B's row agree with
+        both.
         """
-        return next(s for s in SETUPS.values() if s.gpu_name == self.gpu_name).table_share
+        return next(s for s in SETUPS.values() if s.gpu == self.gpu).table_share
 
     @property
     def kv_bytes(self) -> int:
@@ -75,17 +78,71 @@ class Setup:
 
 
 SETUPS = {
-    setup.model_name: setup
+    setup.model.name: setup
     for setup in (
-        Setup("OPT-13B", "A100-40GB", 1, 12, 15_700, 3600),
-        Setup("OPT-66B", "A100-40GB", 4, 21, 9_700, 3600),
-        Setup("OPT-175B", "A100-80GB", 8, 264, 60_100, 900),
+        Setup(find_model_shape("OPT-13B"), find_gpu("A100-40GB"), 1, 12, 15_700),
+        Setup(find_model_shape("OPT-66B"), find_gpu("A100-40GB"), 4, 21, 9_700),
+        Setup(find_model_shape("OPT-175B"), find_gpu("A100-80GB"), 8, 264, 60_100),
     )
 }
 
 
 def find_setup(model_name: str) -> Setup:
-    """The paper's set-up of this model; ValueError names those there are."""
+    """The paper's set-up of this model; ValueError names the models that have one."""
     if model_name not in SETUPS:
         raise ValueError(f"the paper has no set-up of {model_name!r}; it has {', '.join(SETUPS)}")
     return SETUPS[model_name]
+
+
+OPT_13B = find_setup("OPT-13B").deployment  # most of the paper's figures are of it
+
+# Systems, which differ in memory and batching alone
+
+
+@dataclass(frozen=True)
+class System:
+    """`label` is the paper's name of the system."""
+
+    name: str
+    label: str
+    memory_policy: str
+    scheduling_policy: str = "fcfs"
+
+    def config(
+        self, deployment: Deployment, block_size: int, *, enable_prefix_caching: bool = False
+    ) -> SystemConfig:
+        return SystemConfig(
+            num_slots=deployment.num_slots,
+            max_num_seqs=MAX_NUM_SEQS,
+            max_model_len=deployment.model.max_model_len,
+            memory_policy=self.memory_policy,
+            scheduling_policy=self.scheduling_policy,
+            block_size=block_size,
+            enable_prefix_caching=enable_prefix_caching,
+        )
+
+    def cost(self, deployment: Deployment) -> CostModel:
+        """Step times; contiguous systems have contiguous attention kernels."""
+        cost = RooflineCost(deployment.gpu, deployment.model, deployment.num_gpus)
+        return cost if self.memory_policy == "paged" else cost.contiguous
+
+
+SYSTEMS = {
+    system.name: system
+    for system in (
+        System("faster_transformer", "FasterTransformer", "orca_max", "static"),
+        System("orca_max", "Orca (Max)", "orca_max"),
+        System("orca_pow2", "Orca (Pow2)", "orca_pow2"),
+        System("orca_oracle", "Orca (Oracle)", "orca_oracle"),
+        System("paged", "vLLM", "paged"),
+    )
+}
+ORCA = ("orca_max", "orca_pow2", "orca_oracle")
+
+
+def chosen_systems(names: Collection[str]) -> list[System]:
+    """The systems of these names, in the order of `SYSTEMS`; ValueError names all of them."""
+    unknown = [name for name in names if name not in SYSTEMS]
+    if unknown or not names:
+        raise ValueError(f"no system {', '.join(unknown)}; there are {', '.join(SYSTEMS)}")
+    return [system for name, system in SYSTEMS.items() if name in names]

@@ -1,23 +1,58 @@
-"""One simulated run: a system of the paper's at a request rate, and what came of it."""
+"""Simulated runs: a system of the paper's at a request rate, and the rate that it sustains."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import NamedTuple
+from functools import partial
+from typing import Any
 
 import numpy as np
 from matplotlib.axes import Axes
 
+from experiments.lib import figures
+from experiments.lib.experiment import grid
+from experiments.lib.options import SimulationOptions, option
 from experiments.paper.requests import poisson_requests
-from experiments.paper.setups import Deployment
-from experiments.paper.systems import SYSTEMS
+from experiments.paper.setups import ORCA, SYSTEMS, Deployment, chosen_systems
 from paged_jax.sampling_params import SamplingParams
-from paged_jax.simulation.run import simulate
+from paged_jax.simulation.run import SimulatedRun, simulate
 from paged_jax.workloads import WorkloadRequest
+
+
+@dataclass(frozen=True, kw_only=True)
+class SystemOptions(SimulationOptions):
+    """Options of a comparison of systems."""
+
+    systems: tuple[str, ...] = option(
+        (*ORCA, "paged"), "These systems are compared.", choices=SYSTEMS
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class SearchOptions(SystemOptions):
+    """Options of a comparison of the rates that systems sustain."""
+
+    objective_s: float = option(
+        0.1,
+        "A rate is sustained if the mean latency per output token is at most this (s).",
+        least=1e-3,
+    )
+
+
+def parse_rate(flag: str, form: str, text: str) -> tuple[str, float]:
+    """(name, requests/s) of one of the texts that a flag takes in the form `name:rate`."""
+    name, _, rate = text.partition(":")
+    try:
+        return name, float(rate)
+    except ValueError:
+        raise ValueError(f"--{flag} takes {form}, got {text!r}") from None
+
+
+# One run
 
 
 @dataclass(frozen=True)
 class Load:
-    """A system and what it serves: plain data, which can travel between processes."""
+    """A system and the requests that it serves: plain data, which can travel between processes."""
 
     system: str
     deployment: Deployment
@@ -40,59 +75,74 @@ class Load:
             seed=self.seed,
         )
 
+    def simulate(self, rate: float, *, cut: bool = False) -> SimulatedRun:
+        """Serve what arrives until `duration_s`, to its end, or `cut` there.
+
+        Only a run to the end has a mean latency that does not leave out the requests that wait
+        longest; only one that is cut has averages of the time at that rate alone.
+        """
+        system = SYSTEMS[self.system]
+        return simulate(
+            self.requests(rate),
+            system.config(
+                self.deployment, self.block_size, enable_prefix_caching=self.enable_prefix_caching
+            ),
+            system.cost(self.deployment),
+            params=self.params,
+            horizon_s=self.duration_s if cut else None,
+            seed=self.seed,
+        )
+
+
+def loads_of(
+    config: SystemOptions, deployment: Deployment, lengths: str, duration_s: float, **options: Any
+) -> list[Load]:
+    """The same requests for each system that is compared."""
+    return [
+        Load(system.name, deployment, lengths, duration_s, seed=config.seed, **options)
+        for system in chosen_systems(config.systems)
+    ]
+
+
+OVERLOAD = 20  # times as many requests as a first guess says are served
+
+
+def overloaded(load: Load) -> SimulatedRun:
+    """A full pool: many more requests come than can be served."""
+    return load.simulate(OVERLOAD * first_rate(load), cut=True)
+
+
+def first_rate(load: Load) -> float:
+    """A guess: the pool full of requests of mean length, each there for ten seconds."""
+    requests = replace(load, duration_s=64.0).requests(1.0)
+    slots = np.mean([request.num_prompt_tokens + request.max_tokens for request in requests])
+    return float(load.deployment.num_slots / slots / 10)
+
+
+# A search
+
+Panel = tuple[Any, ...]  # what the systems of a panel have in common
+
 
 @dataclass(frozen=True)
 class Point:
-    """A load at one rate. Averages are over time."""
+    """A load at one rate, served to its end. Averages are over time."""
 
     rate: float  # requests/s
-    num_requests: int
     normalised_latency_s: float | None  # mean over requests; None: none has finished
     mean_batch_size: float
-    output_tokens_per_s: float
-    token_states: float  # fractions of the pool, as `MemoryUsage.shares`
-    reserved: float
-    internal: float
-    external: float
-    hit_rate: float  # of the prompt tokens, found in the prefix cache
+    token_states: float  # fraction of the pool
     num_preemptions: int
-    num_refused: int
-    num_unfinished: int
 
 
-def serve_at(load: Load, rate: float, *, cut: bool = False) -> Point:
-    """Serve what arrives until `load.duration_s`, to its end, or `cut` there.
-
-    Only a run to the end has a mean latency that does not leave out those that wait longest; only
-    one that is cut has averages of the time at that rate alone.
-    """
-    deployment, system = load.deployment, SYSTEMS[load.system]
-    requests = load.requests(rate)
-    run = simulate(
-        requests,
-        system.config(
-            deployment, load.block_size, enable_prefix_caching=load.enable_prefix_caching
-        ),
-        system.cost(deployment),
-        params=load.params,
-        horizon_s=load.duration_s if cut else None,
-        seed=load.seed,
-    )
-    shares = run.memory_shares
+def serve_at(load: Load, rate: float) -> Point:
+    run = load.simulate(rate)
     return Point(
-        rate=rate,
-        num_requests=len(requests),
-        normalised_latency_s=run.normalised_latency_s,
-        mean_batch_size=run.mean_batch_size,
-        output_tokens_per_s=run.output_tokens_per_s,
-        token_states=shares["token_states"],
-        reserved=shares["reserved"],
-        internal=shares["internal"],
-        external=shares["external"],
-        hit_rate=run.sharing.hit_rate,
-        num_preemptions=run.num_preemptions,
-        num_refused=run.num_refused,
-        num_unfinished=run.num_unfinished,
+        rate,
+        run.normalised_latency_s,
+        run.mean_batch_size,
+        run.memory_shares["token_states"],
+        run.num_preemptions,
     )
 
 
@@ -101,13 +151,16 @@ class Sustained:
     """The highest rate at which a load's mean normalised latency stays within an objective."""
 
     load: Load
-    objective_s: float
     rate: float | None  # requests/s; None: it does not, however slowly requests come
     points: list[Point]  # all runs of the search, by rate
 
     @property
-    def latency_at_lowest(self) -> float | None:
-        return self.points[0].normalised_latency_s
+    def point(self) -> Point | None:
+        """The run at the rate found."""
+        return next((point for point in self.points if point.rate == self.rate), None)
+
+
+MIN_REQUESTS = 4  # a run of fewer says nothing
 
 
 def find_sustained(
@@ -125,6 +178,9 @@ def find_sustained(
         latency = points[rate].normalised_latency_s
         return latency is not None and latency <= objective_s
 
+    def found(rate: float | None) -> Sustained:
+        return Sustained(load, rate, [points[rate] for rate in sorted(points)])
+
     low, high = 0.0, first_rate(load)
     while low == 0.0 and high * load.duration_s >= MIN_REQUESTS:
         if is_met(high):
@@ -132,7 +188,7 @@ def find_sustained(
         else:
             high /= 2
     if low == 0.0:
-        return Sustained(load, objective_s, None, _by_rate(points))
+        return found(None)
     high = 2 * low
     while is_met(high):
         low, high = high, 2 * high
@@ -144,65 +200,79 @@ def find_sustained(
             high = middle
     for fraction in fractions:
         is_met(fraction * low)
-    return Sustained(load, objective_s, low, _by_rate(points))
+    return found(low)
 
 
-MIN_REQUESTS = 4  # a run of fewer says nothing
+def find_panels(
+    panels: Mapping[Panel, Sequence[Load]],
+    config: SearchOptions,
+    *,
+    precision: float = 0.02,
+    fractions: Sequence[float] = (),
+) -> dict[Panel, list[Sustained]]:
+    """`find_sustained` of the systems that each panel of a figure compares."""
+    find = partial(
+        find_sustained, objective_s=config.objective_s, precision=precision, fractions=fractions
+    )
+    loads = [load for compared in panels.values() for load in compared]
+    # Short requests are many, and paging serves the most.
+    loads.sort(key=lambda load: (load.lengths != "alpaca", load.system != "paged"))
+    searches = grid(find, loads, config, unit="system", processes=config.processes)
+    found = dict(zip(loads, searches, strict=True))
+    return {panel: [found[load] for load in compared] for panel, compared in panels.items()}
 
 
-def first_rate(load: Load) -> float:
-    """A guess: the pool full of requests of mean length, each there for ten seconds."""
-    requests = replace(load, duration_s=64.0).requests(1.0)
-    slots = np.mean([request.num_prompt_tokens + request.max_tokens for request in requests])
-    return float(load.deployment.num_slots / slots / 10)
+def gains(compared: Sequence[Sustained]) -> list[float | None]:
+    """Paging's rate over that of each system; None where one has no rate."""
+    paged = next((found.rate for found in compared if found.load.system == "paged"), None)
+    return [paged / found.rate if paged and found.rate else None for found in compared]
 
 
-def _by_rate(points: dict[float, Point]) -> list[Point]:
-    return [points[rate] for rate in sorted(points)]
-
+# Curves of latency against rate
 
 SHOWN_LATENCY_S = 1.0  # of the vertical axes, as the paper's
 
 
-class CurvePoint(NamedTuple):
-    """A simulated run of a search."""
-
-    system: str
-    rate: float  # requests/s
-    normalised_latency_s: float | None
-    batch_size: float  # mean over time
-    preemptions: int
-
-
-def curve_points(found: Sustained) -> list[CurvePoint]:
-    """All runs of a search, by rate."""
+def curve_rows(
+    panels: Mapping[Panel, Sequence[Sustained]], names: Sequence[str]
+) -> list[dict[str, Any]]:
+    """All runs of all searches, by rate; `names` name the values of a panel's key."""
     return [
-        CurvePoint(
-            found.load.system,
-            point.rate,
-            point.normalised_latency_s,
-            point.mean_batch_size,
-            point.num_preemptions,
-        )
+        {
+            **dict(zip(names, panel, strict=True)),
+            "system": found.load.system,
+            "rate": point.rate,  # requests/s
+            "normalised_latency_s": point.normalised_latency_s,
+            "batch_size": point.mean_batch_size,  # over time
+            "preemptions": point.num_preemptions,
+        }
+        for panel, compared in panels.items()
+        for found in compared
         for point in found.points
     ]
 
 
-def plot_panel(axes: Axes, found: Iterable[Sustained]) -> None:
+def plot_curves(
+    panels: Mapping[str, Sequence[Sustained]], out_dir: str, name: str, *, columns: int
+) -> None:
+    """A panel for each title, in rows of so many `columns`."""
+    figure, axes = figures.panels(-(-len(panels) // columns), columns)
+    for panel, (title, compared) in zip(axes.flat, panels.items(), strict=True):
+        plot_panel(panel, compared)
+        panel.set_title(title, fontsize=10)
+    for panel in axes[:, 0]:
+        panel.set_ylabel("normalised latency (s/token)")
+    axes[0, 0].legend(fontsize=8)
+    figures.save(figure, out_dir, name)
+
+
+def plot_panel(axes: Axes, compared: Sequence[Sustained]) -> None:
     """A line for each system, always in the same colour."""
-    rates = []
-    for result in found:
-        system = SYSTEMS[result.load.system]
-        points = [
-            (point.rate, point.normalised_latency_s)
-            for point in result.points
-            if point.normalised_latency_s is not None
-        ]
-        if points:
-            colour = f"C{list(SYSTEMS).index(system.name)}"
-            axes.plot(
-                *zip(*points, strict=True), "o-", color=colour, markersize=3, label=system.label
-            )
-        rates += [result.rate] if result.rate else []
-    axes.set(xlim=(0, 1.3 * max(rates, default=1.0)), ylim=(0, SHOWN_LATENCY_S))
+    for found in compared:
+        system = SYSTEMS[found.load.system]
+        points = [(point.rate, point.normalised_latency_s) for point in found.points]
+        colour = f"C{list(SYSTEMS).index(system.name)}"
+        figures.lines(axes, {system.label: points}, color=colour)
+    highest = max((found.rate or 0.0 for found in compared), default=0.0)
+    axes.set(xlim=(0, 1.3 * (highest or 1.0)), ylim=(0, SHOWN_LATENCY_S))
     axes.set_xlabel("request rate (requests/s)")

@@ -1,21 +1,24 @@
 """Where a pool's KV slots go over a run, in the categories of the paper's Figure 2."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.patches import Patch
 
 from paged_jax.observability.observer import IterationStats
 
 CATEGORIES = ("token_states", "reserved", "internal", "external", "free")
+COLOURS = ("tab:green", "tab:olive", "tab:orange", "tab:red", "0.9")
 
 
 @dataclass(frozen=True)
 class Waste:
     """Averages over the time in which requests waited, shares in percent of the pool.
 
-    Only then is it memory that limits how many run, and what is free of no use. Figure 2 has no
-    category of free slots: contiguous systems have none then, they are all in holes too small.
+    Only then does memory limit how many sequences run, and free slots are of no use. Figure 2 has
+    no category of free slots: contiguous systems have none then, all are in holes too small.
     """
 
     token_states: float
@@ -24,8 +27,13 @@ class Waste:
     external: float
     free: float
     batch_size: float
-    tokens_to_come: float  # and there already, of a running sequence: how long it will be
+    tokens_to_come: float  # that a running sequence has and will have
     waited_percent: float  # of the time of the iterations
+
+    @property
+    def shares(self) -> dict[str, float]:
+        """By `CATEGORIES`."""
+        return {name: getattr(self, name) for name in CATEGORIES}
 
     @property
     def used_as_tokens(self) -> float:
@@ -56,4 +64,34 @@ def waste_of(iterations: Sequence[IterationStats]) -> Waste:
         batch_size=batch_size,
         tokens_to_come=kept / batch_size,
         waited_percent=100 * sum(seconds) / sum(stats.wall_s for stats in iterations),
+    )
+
+
+def plot_shares(axes: Axes, groups: Mapping[str, Mapping[str, Sequence[float]]]) -> None:
+    """Bars of shares by `CATEGORIES`, on top of each other.
+
+    groups: by the label of a group, its bars by name, which stand beside each other.
+    """
+    width = 0.8 / max(len(bars) for bars in groups.values())
+    ticks: dict[float, str] = {}
+    for place, (label, bars) in enumerate(groups.items()):
+        for number, (name, shares) in enumerate(bars.items()):
+            x, bottom = place + width * number, 0.0
+            ticks[x] = name
+            for share, colour in zip(shares, COLOURS, strict=True):
+                axes.bar(x, share, width * 0.92, bottom=bottom, color=colour)
+                if share > 4:
+                    middle = bottom + share / 2
+                    axes.text(x, middle, f"{share:.1f}", ha="center", va="center", fontsize=7)
+                bottom += share
+        axes.text(place + width * (len(bars) - 1) / 2, 102, label, ha="center")
+    axes.set_xticks(list(ticks), list(ticks.values()), fontsize=7, rotation=60)
+    axes.set_ylim(0, 108)
+    axes.legend(
+        [Patch(color=colour) for colour in COLOURS],
+        ["token states", "reservation", "internal", "external", "free"],
+        loc="lower center",
+        bbox_to_anchor=(0.5, 1),
+        ncols=5,
+        fontsize=8,
     )

@@ -4,125 +4,162 @@
     python -m experiments.simulator.calibrate
     python -m experiments.simulator.calibrate --model=path/to/model --max_num_seqs=32
 
-An engine serves workloads of random lengths in which steps of every size occur. What its
-iterations took is fitted by least squares: a time for each size that steps are filled up to, and
-times in proportion for contexts, attention in prompts, copies and the host's work
+An engine serves workloads of random lengths in which steps of every size occur. The times of its
+iterations are fitted by least squares: a time for each size that steps are filled up to, and times
+in proportion for contexts, attention in prompts, copies and the host's work
 (`paged_jax/simulation/calibrated.py`). The rounds are fitted together; residuals are also given
 for each round as predicted by the others, which tells fit from noise.
 
 The machine should have nothing else to do; --clock=cpu counts CPU time, which other work disturbs
-less. Expect half a minute with --quick and a few minutes
-without on two CPU cores, and the compilation of all steps before that on the first run. --out_dir
-gets calibration.json, which `CalibratedCost.load` reads, results.json, results.csv and
-calibrate.png.
+less. Expect half a minute with --quick and a few minutes without on two CPU cores, and the
+compilation of all steps before that on the first run. --out_dir gets calibration.json, which
+`CalibratedCost.load` reads, results.json, results.csv and calibrate.png.
 """
 
-from dataclasses import asdict
+from collections import Counter
+from collections.abc import Sequence
+from contextlib import closing
+from dataclasses import asdict, dataclass
+from functools import cache, partial
+from pathlib import Path
+from typing import Any
 
-import matplotlib.pyplot as plt
 import numpy as np
-from absl import flags
+from tqdm import tqdm
 
-from experiments.lib import reporting
-from experiments.lib.reporting import preset
-from experiments.simulator.calibration import facts, measure, prepare
-from experiments.simulator.real_engine import CLOCKS, RealEngine
-from paged_jax.simulation.calibrated import CalibratedCost, Measured
-
-_QUICK = flags.DEFINE_bool("quick", False, "Two rounds, up to 8 sequences at a time.")
-_ROUNDS = flags.DEFINE_integer(
-    "rounds", None, "How often each size is measured; default: 4, or 2 with --quick.", lower_bound=2
-)
-_MODEL = flags.DEFINE_string("model", "smollm2", "The model's name or path.")
-_BLOCK_SIZE = flags.DEFINE_integer("block_size", 16, "Slots (tokens) of a KV block.", lower_bound=1)
-_NUM_BLOCKS = flags.DEFINE_integer(
-    "num_blocks", None, "Blocks of the pool; default: for all sequences at their longest."
-)
-_MAX_NUM_SEQS = flags.DEFINE_integer(
-    "max_num_seqs", None, "Sequences at a time; default: 16, or 8 with --quick.", lower_bound=1
-)
-_MAX_NUM_BATCHED_TOKENS = flags.DEFINE_integer(
-    "max_num_batched_tokens", None, "Tokens of an iteration; default: 256 on a CPU, 4096 on a GPU."
-)
-_MAX_MODEL_LEN = flags.DEFINE_integer("max_model_len", 1024, "Longest prompt and output together.")
-_CLOCK = flags.DEFINE_enum(
-    "clock", "wall", list(CLOCKS), "Wall time, or CPU time of all threads, on a busy machine."
-)
-_SEED = flags.DEFINE_integer("seed", 0, "Of lengths and prompts.", lower_bound=0)
-_OUT_DIR = flags.DEFINE_string("out_dir", "out/calibrate", "Where the results go.")
+from experiments.lib import figures
+from experiments.lib.experiment import grid, run
+from experiments.lib.options import option
+from experiments.lib.reporting import environment, report
+from experiments.simulator.real_engine import RealEngine, RealEngineOptions
+from paged_jax.simulation.calibrated import CalibratedCost, Measured, StepBuckets
+from paged_jax.simulation.run import SystemConfig
+from paged_jax.workloads import VocabRange, WorkloadRequest
+from paged_jax.workloads.request import random_token_ids
 
 
-def held_out(rounds: list[list[Measured]], real: RealEngine) -> list[float]:
+@dataclass(frozen=True, kw_only=True)
+class Config(RealEngineOptions):
+    rounds: int = option(4, "Each size of a step is measured so often.", quick=2, least=2)
+
+
+MAX_PROMPT_TOKENS = 320
+OUTPUT_TOKENS = (4, 20)
+
+
+@cache
+def prepared(config: RealEngineOptions) -> RealEngine:
+    """An engine that has run each step once, which loads what was compiled."""
+    real = config.make_engine()
+    real.engine.warm_up()
+    measure_round(real, config.seed)
+    return real
+
+
+def measure(number: int, config: Config) -> list[Measured]:
+    """A round by its number."""
+    return measure_round(prepared(config), config.seed + number)
+
+
+def measure_round(real: RealEngine, seed: int) -> list[Measured]:
+    """One round: each workload on its own."""
+    vocab = VocabRange(0, real.engine.config.vocab_size)
+    workloads = calibration_workloads(real.buckets, real.system, vocab, seed)
+    measured: list[Measured] = []
+    for requests in tqdm(workloads, desc="calibration", unit="workload", leave=False):
+        measured += real.serve(requests)[1]
+    return measured
+
+
+def calibration_workloads(
+    buckets: StepBuckets, system: SystemConfig, vocab: VocabRange, seed: int
+) -> list[list[WorkloadRequest]]:
+    """Workloads to be served one after the other, the requests of each all at once.
+
+    For each size of a prefill step there are a prompt that fills it and a prompt that fills it
+    after a chunk of the largest size; for each size of a decode step as many sequences of random
+    lengths; for each size of the step that samples after prompts as many prompts that are computed
+    together.
+    """
+    rng = np.random.default_rng([seed, 0x63616C])
+    room = system.max_model_len - OUTPUT_TOKENS[1]
+
+    def request(num_prompt: int, num_output: int) -> WorkloadRequest:
+        return WorkloadRequest(tuple(random_token_ids(rng, num_prompt, vocab)), num_output)
+
+    workloads: list[list[WorkloadRequest]] = []
+    for low, high in zip((0, *buckets.prefill), buckets.prefill, strict=False):
+        for before in (0, buckets.prefill[-1]):
+            # More than three quarters full: the scheduler leaves less to the size below.
+            num_tokens = before + int(rng.integers(low + 1 + 3 * (high - low) // 4, high + 1))
+            if num_tokens <= room:
+                workloads.append([request(num_tokens, 2)])
+    for size in buckets.decode:
+        prompts = rng.integers(8, min(MAX_PROMPT_TOKENS, room) + 1, size=size)
+        outputs = rng.integers(*OUTPUT_TOKENS, endpoint=True, size=size)
+        workloads.append([request(*each) for each in zip(prompts, outputs, strict=True)])
+    for size in buckets.head:
+        if size <= system.max_prefill_seqs:  # more at a time are forks
+            longest = max(1, min(room, system.max_num_batched_tokens // size))
+            workloads.append([request(n, 2) for n in rng.integers(1, longest + 1, size=size)])
+    return workloads
+
+
+def facts(measured: Sequence[Measured]) -> dict[str, Any]:
+    """How much was measured."""
+    return {"iterations": len(measured), "seconds": sum(seconds for _, seconds in measured)}
+
+
+def held_out(rounds: Sequence[list[Measured]], buckets: StepBuckets) -> list[float]:
     """For each round the median absolute error of what the other rounds predict, in percent."""
     errors = []
     for left_out, measured in enumerate(rounds):
         others = [each for i, r in enumerate(rounds) if i != left_out for each in r]
-        cost = CalibratedCost.fit(others, real.buckets)
+        cost = CalibratedCost.fit(others, buckets)
         errors.append(100 * cost.residuals(measured).median_absolute)
     return errors
 
 
-def plot(cost: CalibratedCost, measured: list[Measured], path: str) -> None:
-    """Predicted against measured, a point an iteration."""
+def plot(cost: CalibratedCost, measured: Sequence[Measured], out_dir: str) -> None:
+    """Predicted against measured times, a point for each iteration."""
     times = 1e3 * np.array([seconds for _, seconds in measured])
     predicted = 1e3 * np.array([cost.step_s(work) for work, _ in measured])
     has_prefill = np.array([bool(work.prefills) for work, _ in measured])
-    figure, axes = plt.subplots(figsize=(5, 5), layout="constrained")
+    figure, [[axes]] = figures.panels(size=(5, 5))
     for label, chosen in (("decoding only", ~has_prefill), ("with a prefill", has_prefill)):
         axes.loglog(times[chosen], predicted[chosen], ".", alpha=0.5, label=label)
     ends = [min(times.min(), predicted.min()), max(times.max(), predicted.max())]
     axes.loglog(ends, ends, "k-", linewidth=0.8)
-    axes.set_xlabel("measured (ms)")
-    axes.set_ylabel("predicted (ms)")
+    axes.set(xlabel="measured (ms)", ylabel="predicted (ms)")
     axes.legend()
-    figure.savefig(path, dpi=150)
-    plt.close(figure)
+    figures.save(figure, out_dir, "calibrate.png")
 
 
-def main() -> None:
-    out_dir = reporting.make_out_dir(_OUT_DIR.value)
-    real = RealEngine(
-        _MODEL.value,
-        CLOCKS[_CLOCK.value](),
-        seed=_SEED.value,
-        block_size=_BLOCK_SIZE.value,
-        num_blocks=_NUM_BLOCKS.value,
-        max_num_seqs=preset(_MAX_NUM_SEQS, _QUICK.value, quick=8, full=16),
-        max_num_batched_tokens=_MAX_NUM_BATCHED_TOKENS.value,
-        max_model_len=_MAX_MODEL_LEN.value,
-    )
-    try:
-        prepare(real, _SEED.value)
-        num_rounds = preset(_ROUNDS, _QUICK.value, quick=2, full=4)
-        rounds = [measure(real, _SEED.value + number) for number in range(num_rounds)]
-    finally:
-        real.close()
+def main(config: Config) -> None:
+    with closing(prepared(config)) as real:
+        numbers = range(config.rounds)
+        rounds = grid(partial(measure, config=config), numbers, config, unit="round")
     measured = [each for one_round in rounds for each in one_round]
     cost = CalibratedCost.fit(measured, real.buckets)
     residuals = cost.residuals(measured)
-    environment = reporting.environment()
     cost.save(
-        out_dir / "calibration.json",
+        Path(config.out_dir) / "calibration.json",
         model=real.engine.config.name,
-        clock=_CLOCK.value,
+        clock=config.clock,
         measured=facts(measured),
         residuals=asdict(residuals),
-        environment=environment,
+        environment=environment(),
     )
-    counts: dict[str, int] = {}
-    for work, _ in measured:
-        for name in cost.buckets.features(work):
-            counts[name] = counts.get(name, 0) + 1
+    counts = Counter(name for work, _ in measured for name in cost.buckets.features(work))
     cases = [
         {"term": name, "iterations": counts[name], "ms": 1e3 * seconds}
         for name, seconds in sorted(cost.seconds.items(), key=lambda item: _order(item[0]))
     ]
-    errors = held_out(rounds, real)
-    reporting.report_cases(
+    errors = held_out(rounds, real.buckets)
+    report(
         "Time of an iteration: the sum of",
         cases,
-        out_dir,
-        _QUICK,
+        config,
         measured=facts(measured),
         residuals=residuals,
         held_out_median_percent=errors,
@@ -134,15 +171,14 @@ def main() -> None:
         f"{100 * residuals.total_relative:+.1f} %. Rounds predicted by the others, medians: "
         f"{', '.join(f'{error:.1f}' for error in errors)} %."
     )
-    plot(cost, measured, str(out_dir / "calibrate.png"))
-    print(f"results in {out_dir}")
+    plot(cost, measured, config.out_dir)
 
 
 def _order(term: str) -> tuple[str, int]:
-    """Steps of a kind by size."""
+    """Sorts steps of a kind by size."""
     kind, _, size = term.rpartition(" ")
     return (kind, int(size)) if size.isdigit() else (term, 0)
 
 
 if __name__ == "__main__":
-    reporting.run(main)
+    run(main, Config)

@@ -1,24 +1,23 @@
-"""A real engine, what it takes for a workload, and the system that simulates it."""
+"""A real engine, the time that it takes for a workload, and the system that simulates it."""
 
 import time
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 from tqdm import tqdm
 
 from experiments.lib.driver import require_fitting
+from experiments.lib.fake_devices import BatchRecorder
+from experiments.lib.options import Options, engine_option, engine_options, option
 from paged_jax import Engine, RequestOutput, SamplingParams
 from paged_jax.executor.buckets import prefill_buckets
-from paged_jax.executor.interface import Executor, StepResult
 from paged_jax.observability.observer import IterationStats
-from paged_jax.scheduling.batch import ScheduledBatch
 from paged_jax.scheduling.scheduler import Scheduler
 from paged_jax.simulation.calibrated import Measured, StepBuckets
 from paged_jax.simulation.cost_model import StepWork
-from paged_jax.simulation.results import SimulatedRequest, SimulatedRun
-from paged_jax.simulation.system import SystemConfig
+from paged_jax.simulation.run import SimulatedRequest, SimulatedRun, SystemConfig
 from paged_jax.workloads import WorkloadRequest
 
 
@@ -59,29 +58,29 @@ class CpuClock:
 
 
 CLOCKS: dict[str, type[RunClock]] = {"wall": WallClock, "cpu": CpuClock}
-
-
 GREEDY = SamplingParams(temperature=0.0)
 MAX_PREFILL_SEQS = 16
-WATERMARK = 0.01
 
 
-class WorkRecorder(Executor):
-    """An executor that notes what each iteration has to do."""
+@dataclass(frozen=True, kw_only=True)
+class RealEngineOptions(Options):
+    """The options of an experiment that measures a real engine."""
 
-    def __init__(self, executor: Executor, block_size: int):
-        self._executor = executor
-        self._block_size = block_size
-        self._work: list[StepWork] = []
+    model: str = option("smollm2", "The model's name or path.")
+    block_size: int = engine_option("block_size")
+    num_blocks: int | None = engine_option("num_blocks")
+    max_num_seqs: int = option(
+        16, "Sequences that run at a time are at most this many.", quick=8, least=1
+    )
+    max_num_batched_tokens: int = engine_option("max_num_batched_tokens")
+    max_model_len: int = engine_option("max_model_len", 1024)
+    clock: str = option(
+        "wall", "Time is wall time, or CPU time of all threads, on a busy machine.", choices=CLOCKS
+    )
 
-    def execute(self, batch: ScheduledBatch) -> StepResult:
-        self._work.append(StepWork.of(batch, self._block_size))
-        return self._executor.execute(batch)
-
-    def take(self) -> list[StepWork]:
-        """Since the last call."""
-        work, self._work = self._work, []
-        return work
+    def make_engine(self) -> "RealEngine":
+        """The engine that the options describe."""
+        return RealEngine(self.model, CLOCKS[self.clock](), **engine_options(self))
 
 
 class RealEngine:
@@ -90,17 +89,9 @@ class RealEngine:
     `options` are those of `Engine`. Prefix caching is off: requests share nothing.
     """
 
-    def __init__(
-        self,
-        model: Any,
-        clock: RunClock,
-        *,
-        max_num_seqs: int,
-        **options: Any,
-    ):
+    def __init__(self, model: Any, clock: RunClock, *, max_num_seqs: int, **options: Any):
         defaults: dict[str, Any] = {
             "max_prefill_seqs": min(MAX_PREFILL_SEQS, max_num_seqs),
-            "watermark": WATERMARK,
             "enable_prefix_caching": False,
             "preemption_mode": "recompute",
         }
@@ -108,7 +99,10 @@ class RealEngine:
             model, max_num_seqs=max_num_seqs, pipelined=False, **defaults | options
         )
         self._clock = self.engine.core.clock = clock
-        self._recorder = WorkRecorder(self.engine.executor, self.engine.block_size)
+        block_size = self.engine.block_size
+        self._recorder = BatchRecorder(
+            self.engine.executor, lambda batch: [StepWork.of(batch, block_size)]
+        )
         self.engine.core.executor = self._recorder
 
     @property
@@ -123,13 +117,12 @@ class RealEngine:
 
     @property
     def system(self) -> SystemConfig:
-        """What simulates this engine."""
+        """The system that simulates this engine."""
         engine = self.engine
-        buckets = prefill_buckets(engine.max_num_batched_tokens)
         simulated: dict[str, Any] = {
             "num_slots": engine.num_blocks * engine.block_size,
             "swap_space_blocks": engine.num_swap_blocks,
-            "prefill_sizes": tuple(buckets),
+            "prefill_sizes": tuple(prefill_buckets(engine.max_num_batched_tokens)),
         }
         return SystemConfig(**vars(engine.options) | simulated)
 
@@ -138,9 +131,9 @@ class RealEngine:
     ) -> tuple[SimulatedRun, list[Measured]]:
         """Add each request when it arrives and step until all have ended, as `simulate` does.
 
-        With a `description` a progress bar shows it. Returns the run, its times from its start,
-        and each iteration's work and seconds, the driver's included. ValueError if a request can
-        never be held.
+        With a `description` a progress bar shows it. Returns the run, with times from its start,
+        and each iteration's work and seconds, which include the driver's. ValueError if a request
+        can never be held.
         """
         require_fitting(self.engine, requests)
         engine, clock = self.engine, self._clock
@@ -153,14 +146,9 @@ class RealEngine:
         times: list[tuple[float, float]] = []  # of each iteration: start, seconds
         self._recorder.take()
         start = clock()
-        bar: tqdm[Any] = tqdm(
-            total=len(requests),
-            desc=description,
-            unit="request",
-            leave=False,
-            disable=description is None,
-        )
-        with bar:
+        bar_options: dict[str, Any] = {"unit": "request", "leave": False}
+        is_hidden = description is None
+        with tqdm(total=len(requests), desc=description, disable=is_hidden, **bar_options) as bar:
             while upcoming or engine.has_work:
                 begin = clock()
                 while upcoming and start + upcoming[0][1].arrival_s <= begin:
@@ -202,12 +190,13 @@ class RealEngine:
 
 
 def _counts(scheduler: Scheduler) -> dict[str, int]:
-    """Since the engine was made, by the names of `SimulatedRun`."""
+    """The scheduler's counts since the engine was made, by the names of `SimulatedRun`."""
     return {
-        "num_preemptions": scheduler.num_preemptions,
-        "num_preemptions_by_swap": scheduler.num_preemptions_by_swap,
-        "num_recomputed_tokens": scheduler.num_recomputed_tokens,
-        "num_swapped_blocks": scheduler.num_swapped_out_blocks + scheduler.num_swapped_in_blocks,
+        "num_preemptions": scheduler.counters.num_preemptions,
+        "num_preemptions_by_swap": scheduler.counters.num_preemptions_by_swap,
+        "num_recomputed_tokens": scheduler.counters.num_recomputed_tokens,
+        "num_swapped_blocks": scheduler.counters.num_swapped_out_blocks
+        + scheduler.counters.num_swapped_in_blocks,
     }
 
 

@@ -1,4 +1,4 @@
-"""What an engine is made of: scheduler and executor over one memory manager and one cache."""
+"""The parts of an engine: attention, and scheduler and executor over one memory and one cache."""
 
 import importlib
 from typing import NamedTuple
@@ -22,22 +22,24 @@ from paged_jax.steps.attention import PagedAttention
 from pallas_kernels import kv_write, moves, targets
 from pallas_kernels.paged_attention import AttentionOptions, Call, cache_head_size, resolve
 
-NUM_BLOCKS = 2  # of the calls: the pool's are not known yet, steps are checked as they are traced
+# Blocks of the calls that are tried. The size of the pool is not known yet; its steps are checked
+# when they are traced.
+NUM_BLOCKS = 2
 
 
 class AttentionChoice(NamedTuple):
-    """A layer's attention, and the head size of the cache that its implementations want."""
+    """A layer's attention, and the head size that its implementations want of the cache."""
 
     attention: PagedAttention
     cache_head_size: int
 
 
 def choose_attention(config: ModelConfig, engine: EngineConfig) -> AttentionChoice:
-    """Implementations by name, or "auto", for the largest steps; ValueError where one refuses."""
+    """The implementations that an engine runs; ValueError if one refuses the largest steps."""
     interpret = engine.interpret_kernels
     if interpret:
-        # The interpreter imports it when it first runs. It brings a setting that jit takes into
-        # account: every step that is compiled before is compiled again.
+        # The interpreter imports this module when it first runs. The module adds a setting that
+        # jit takes into account: every step that was compiled before would be compiled again.
         importlib.import_module("jax.experimental.pallas.fuser")
     D, dtype, target = config.head_dim, jnp.dtype(engine.dtype), targets.current()
     options = AttentionOptions(D**-0.5, sliding_window=config.sliding_window, interpret=interpret)
@@ -63,7 +65,7 @@ def choose_attention(config: ModelConfig, engine: EngineConfig) -> AttentionChoi
     decode = resolve(engine.attention, call(*decode_shape, D), widen=True)
     prefill = resolve(engine.prefill_attention, call(*prefill_shape, D), widen=True)
     width = max(cache_head_size(decode, D), cache_head_size(prefill, D))
-    # They share the cache: neither may refuse what the other wants.
+    # They share the cache: neither may refuse the width that the other wants.
     resolve(decode, call(*decode_shape, width))
     resolve(prefill, call(*prefill_shape, width))
 
@@ -79,7 +81,7 @@ def choose_attention(config: ModelConfig, engine: EngineConfig) -> AttentionChoi
 def build(
     config: ModelConfig, options: EngineConfig, attention: AttentionChoice
 ) -> tuple[Scheduler, JaxExecutor]:
-    """An idle scheduler and an executor without parameters; names as in `paged_jax.Engine`."""
+    """An idle scheduler, and an executor without parameters."""
     head_size = attention.cache_head_size
     num_blocks = pool_size.num_blocks(config, options, cache_head_size=head_size)
     num_swap_blocks = options.swap_space_blocks or 0
@@ -103,21 +105,13 @@ def build(
         head_dim=head_size,
         dtype=options.dtype,
     )
-    buckets = prefill_buckets(options.max_num_batched_tokens)
     scheduler = Scheduler(
-        memory, options, eos_token_ids=config.eos_token_ids, prefill_sizes=buckets
-    )
-    executor = JaxExecutor(
-        config,
-        cache,
         memory,
-        attention=attention.attention,
-        max_num_seqs=options.max_num_seqs,
-        prefill_buckets=buckets,
-        max_prefill_seqs=options.max_prefill_seqs,
-        max_model_len=options.max_model_len,
+        options,
+        eos_token_ids=config.eos_token_ids,
+        prefill_sizes=prefill_buckets(options.max_num_batched_tokens),
     )
-    return scheduler, executor
+    return scheduler, JaxExecutor(config, options, attention.attention, cache, memory)
 
 
 def device_params(model: LoadedModel, dtype: str) -> Params:

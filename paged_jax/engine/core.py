@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 
 from paged_jax.engine.pipelining import (
-    Flight,
+    InFlightBatch,
     Pipeline,
     carry_over,
     live_rows,
@@ -21,14 +21,20 @@ from paged_jax.scheduling.batch import ScheduledBatch
 from paged_jax.scheduling.request import Request, Sequence
 from paged_jax.scheduling.scheduler import Scheduler
 
+# Reads the tokens of the sequences, at a time in seconds; yields (sequence id, stop string) for
+# each sequence whose text now holds a stop string.
+ReadTokens = Callable[[list[Sequence], StepResult, float], Iterable[tuple[int, str]]]
+
 
 class EngineCore:
     """Drives one scheduler and one executor.
 
-    `observers` see all that happens; `on_iteration` is a function that only gets the statistics of
-    every turn. If ``is_pipelined``, iterations are planned and dispatched before the tokens of the
-    one before are there, where that makes no difference; the executor has `dispatch` then. Unless
-    it `survives_faults`, what a step raises is raised by `step`, which then leaves off there.
+    on_iteration: called with the statistics of every iteration.
+    observers: see all that happens.
+    is_pipelined: iterations are planned and dispatched before the tokens of the iteration before
+        are there, wherever the plan does not depend on them; needs a `PipelinedExecutor`.
+    survives_faults: a step that raises is planned again. Otherwise `step` raises the error, and the
+        core is of no use after that.
     """
 
     def __init__(
@@ -52,7 +58,7 @@ class EngineCore:
 
     @property
     def executor(self) -> Executor:
-        """Another may take its place between two iterations."""
+        """Another executor may take its place between two iterations."""
         return self._pipeline.executor
 
     @executor.setter
@@ -63,6 +69,98 @@ class EngineCore:
         """Queue a request; ValueError as `Scheduler.add`."""
         self.scheduler.add(request)
         self._tell(lambda observer: observer.on_request_added(request))
+
+    def expire(self) -> list[Sequence]:
+        """End the requests whose deadline has passed; returns the sequences that this ends."""
+        return self.scheduler.expire(self.clock())
+
+    def step(self, read: ReadTokens | None = None) -> Iteration:
+        """One iteration; call it while the scheduler has work, then `report` the iteration.
+
+        read: is given the sampled tokens before the scheduler is, and decides which sequences a
+            stop string ends.
+
+        A step that raises is planned and run once more. If it raises again, the requests in it end
+        with "error", and the next call goes on with the other requests. A request whose logits are
+        not finite ends alone. An interrupt, such as Ctrl-C, is raised, and no work is lost.
+        """
+        planned, usage, result = self._execute()
+        end_s = self.clock()
+        self._pipeline.note_end(end_s)
+        batch = planned.batch
+        failed: list[Request] = []
+        if isinstance(result, Exception):
+            failed += self._fail_step(batch, error_text(result))
+            batch, result = ScheduledBatch([], [], batch.preempted), StepResult([], [], 0.0)
+        else:
+            self.scheduler.estimates.observe(batch, result)
+        sampled, taken = live_rows(batch, result)
+        failed += self._fail_rows(sampled, taken)
+        stops: dict[int, str] = {}
+        try:
+            for seq_id, stop in read(sampled, taken, end_s) if read else ():
+                stops[seq_id] = stop
+        finally:  # an interrupt may cost text, but no request its end
+            finished = self.scheduler.update(
+                batch, result.tokens, result.logprobs, result.prompt_logprobs, stops
+            )
+            iteration = Iteration(
+                batch=batch,
+                sampled=sampled,
+                result=taken,
+                finished=finished,
+                usage=usage,
+                start_s=planned.start_s,
+                end_s=end_s,
+                failed=failed,
+                is_ahead=planned.is_ahead,
+            )
+            self._tell(lambda observer: observer.on_step(iteration))
+        return iteration
+
+    def _execute(self) -> tuple[InFlightBatch, MemoryUsage | None, StepResult | Exception]:
+        """Plan an iteration and run it; its result is the error if it has raised twice."""
+        failed: ScheduledBatch | None = None
+        while True:
+            planned = self._pipeline.take()
+            if failed is not None:
+                carry_over(failed, planned.batch)
+            usage = self.scheduler.memory_usage() if self._wants_stats else None
+            try:
+                return planned, usage, self._pipeline.run(planned)
+            except BaseException as error:
+                if not self._survives_faults:
+                    raise
+                self._pipeline.clear()
+                recover(self.scheduler, self.executor)
+                self._tell(lambda observer: observer.on_recovery(self.clock()))
+                if not isinstance(error, Exception):
+                    raise
+                if failed is not None:
+                    return planned, usage, error
+                failed = planned.batch
+                _warn(f"a step has failed and is planned again: {error_text(error)}")
+
+    def _fail_step(self, batch: ScheduledBatch, reason: str) -> list[Request]:
+        """End the requests of a step that has failed for good; returns them."""
+        failed = requests_of(batch)
+        _warn(f"a step has failed twice, and ends {len(failed)} requests: {reason}")
+        for request in failed:
+            self.scheduler.fail(request.request_id, f"its step failed twice: {reason}")
+        return failed
+
+    def _fail_rows(self, sampled: list[Sequence], result: StepResult) -> list[Request]:
+        """End the requests whose logits are not finite, before they get a token; returns them."""
+        failed = {}
+        for seq in (sampled[index] for index in result.failed):
+            request = failed[seq.request.request_id] = seq.request
+            self.scheduler.fail(
+                request.request_id,
+                f"the logits of its output token {seq.num_output_tokens} are not finite",
+            )
+        return list(failed.values())
+
+    # What observers see
 
     @contextmanager
     def telling_refusal(self) -> Iterator[None]:
@@ -79,117 +177,28 @@ class EngineCore:
         now = self.clock()
         self._tell(lambda observer: observer.on_request_ended(output, now))
 
-    def expire(self) -> list[Sequence]:
-        """End the requests whose deadline has passed; returns the sequences that this ends."""
-        return self.scheduler.expire(self.clock())
-
-    @property
-    def _wants_stats(self) -> bool:
-        return self.on_iteration is not None or any(each.wants_stats for each in self.observers)
-
-    def step(self) -> Iteration:
-        """One iteration; call it while the scheduler has work, then `report` it.
-
-        A step that raises is planned and run once more; if that raises as well, the requests in it
-        end with "error" and the next call goes on with the others. A request whose logits are not
-        finite ends alone. What does not derive from `Exception`, as Ctrl-C does not, is raised, and
-        nothing is lost by it.
-        """
-        flight, usage, result = self._execute()
-        end, batch = self.clock(), flight.batch
-        self._pipeline.note_end(end)
-        if isinstance(result, Exception):
-            failed = self._fail_step(batch, error_text(result))
-            batch = ScheduledBatch([], [], batch.preempted)
-            result = taken = StepResult([], [], 0.0)
-            sampled: list[Sequence] = []
-        else:
-            self.scheduler.estimates.observe(batch, result)
-            sampled, taken = live_rows(batch, result)
-            failed = self._fail_rows(sampled, taken)
-        finished = self.scheduler.update(
-            batch, result.tokens, result.logprobs, result.prompt_logprobs
-        )
-        start = flight.start_s
-        iteration = Iteration(
-            batch, sampled, taken, finished, usage, start, end, failed, flight.is_ahead
-        )
-        self._tell(lambda observer: observer.on_step(iteration))
-        return iteration
-
-    def _execute(self) -> tuple[Flight, MemoryUsage | None, StepResult | Exception]:
-        """Plan an iteration and run it, or get what it raised for the second time."""
-        failed: ScheduledBatch | None = None
-        while True:
-            flight = self._pipeline.take()
-            if failed is not None:
-                carry_over(failed, flight.batch)
-            usage = self.scheduler.memory_usage() if self._wants_stats else None
-            try:
-                return flight, usage, self._pipeline.run(flight)
-            except BaseException as error:
-                if not self._survives_faults:
-                    raise
-                self._pipeline.clear()
-                recover(self.scheduler, self.executor)
-                self._tell(lambda observer: observer.on_recovery(self.clock()))
-                if not isinstance(error, Exception):
-                    raise
-                if failed is not None:
-                    return flight, usage, error
-                failed = flight.batch
-                _warn(f"a step has failed and is planned again: {error_text(error)}")
-
-    def _fail_step(self, batch: ScheduledBatch, reason: str) -> list[Request]:
-        """End the requests of a step that has failed for good; returns them."""
-        failed = requests_of(batch)
-        _warn(f"a step has failed twice, and ends {len(failed)} requests: {reason}")
-        for request in failed:
-            self.scheduler.fail(request.request_id, f"its step failed twice: {reason}")
-        return failed
-
-    def _fail_rows(self, sampled: list[Sequence], result: StepResult) -> list[Request]:
-        """End the requests of rows that are not finite, before they get a token; returns them."""
-        failed = {}
-        for seq in (sampled[index] for index in result.failed):
-            request = failed[seq.request.request_id] = seq.request
-            self.scheduler.fail(
-                request.request_id,
-                f"the logits of its output token {seq.num_output_tokens} are not finite",
-            )
-        return list(failed.values())
-
-    def _tell(self, call: Callable[[Observer], None]) -> None:
-        """Call each observer; one that raises is let go."""
-        for observer in tuple(self.observers):
-            try:
-                call(observer)
-            except Exception as error:
-                self.observers.remove(observer)
-                _warn_of_observer(observer, error)
-
     def report(self, iteration: Iteration) -> None:
-        """Give an iteration's statistics to the observers, after its outputs were handed over."""
+        """Give the observers an iteration's statistics, once its outputs are there."""
         index = self.num_iterations
         self.num_iterations += 1
         if iteration.usage is None:
             return
         batch, memory = iteration.batch, self.scheduler.memory
-        # What an iteration that was planned ahead takes counts from when its predecessor ended.
+        # An iteration that was planned ahead has begun when the iteration before it ended.
         end_s = iteration.end_s if self._pipeline.has_next else self.clock()
         wall_s = end_s - iteration.start_s
         stats = IterationStats(
             index=index,
             start_s=iteration.start_s,
             wall_s=wall_s,
-            # The executor has looked at its clock a moment before, at either end.
+            # The executor looks at its clock a moment earlier, at either end.
             device_s=min(iteration.result.device_s, wall_s),
             num_decodes=len(batch.decodes),
             num_prefill_tokens=batch.num_prefill_tokens,
             num_prefill_seqs=len(batch.prefills),
             num_sampled=len(iteration.sampled),
             num_preempted=len(batch.preempted),
-            # A beam that dies has no reason: its search goes on with others.
+            # A beam that dies has no reason: its search goes on with other beams.
             num_finished=sum(seq.finish_reason is not None for seq in iteration.sampled),
             num_running=self.scheduler.num_running,
             num_waiting=self.scheduler.num_waiting,
@@ -216,6 +225,19 @@ class EngineCore:
                 observer.on_iteration(stats)
 
         self._tell(show)
+
+    @property
+    def _wants_stats(self) -> bool:
+        return self.on_iteration is not None or any(each.wants_stats for each in self.observers)
+
+    def _tell(self, call: Callable[[Observer], None]) -> None:
+        """Call each observer; an observer that raises is let go."""
+        for observer in tuple(self.observers):
+            try:
+                call(observer)
+            except Exception as error:
+                self.observers.remove(observer)
+                _warn_of_observer(observer, error)
 
 
 def _warn_of_observer(observer: object, error: Exception) -> None:

@@ -1,25 +1,26 @@
-"""From an iteration's tokens to outputs, and from there to those who wait for them."""
+"""The way of a sampled token from the core to its caller, and of a caller's abort to the core."""
 
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 
 from tqdm import tqdm
 
 from paged_jax.engine.core import EngineCore
 from paged_jax.engine.records import RequestRecord, SequenceRecord
+from paged_jax.executor.interface import StepResult
 from paged_jax.loading.tokenizer import Tokenizer
 from paged_jax.observability.observer import Iteration
 from paged_jax.outputs import RequestOutput, error_text
-from paged_jax.scheduling.request import Request
+from paged_jax.scheduling.request import Request, Sequence
 
 
 class Delivery:
-    """Keeps the records of the requests in work, and outputs until they are taken.
+    """Turns the core, keeps the records of unfinished requests, and outputs until they are taken.
 
     Each output goes to one place: the request's callback, the mailbox that `generate` or `stream`
-    has opened for it, or else the outbox, for `Engine.step`. What raises while it makes or takes a
+    has opened for it, or else the outbox, for `Engine.step`. An error in making or taking a
     request's outputs ends that request alone.
     """
 
@@ -34,17 +35,17 @@ class Delivery:
         self._abandoned: deque[str] = deque()
 
     def __contains__(self, request_id: str) -> bool:
-        """Whether the request is in work, or its outputs still have a mailbox."""
+        """Whether the request is unfinished, or its outputs still have a mailbox."""
         return request_id in self._records or request_id in self._mailboxes
 
     @property
     def request_ids(self) -> list[str]:
-        """Of those in work."""
+        """Ids of the unfinished requests."""
         return list(self._records)
 
     @property
     def has_outputs(self) -> bool:
-        """Whether `call_back` or `take_outbox` has something to hand over."""
+        """Whether a callback or the outbox has an output to hand over."""
         return bool(self._outbox or self._calls)
 
     @property
@@ -53,7 +54,7 @@ class Delivery:
         return not (self._records or self._sequence_records or self._mailboxes or self.has_outputs)
 
     def check_is_new(self, request_id: str) -> None:
-        """ValueError if outputs of a new request would get among those of one before it."""
+        """ValueError if a new request's outputs would get among those of an earlier one."""
         if request_id in self:
             state = (
                 "is running already" if request_id in self._records else "has outputs to be read"
@@ -66,7 +67,7 @@ class Delivery:
         self._sequence_records |= {each.seq.seq_id: each for each in record.sequences}
 
     def open_mailbox(self, request_ids: Iterable[str]) -> deque[RequestOutput]:
-        """Where these requests' outputs go until `close_mailbox`."""
+        """The place of these requests' outputs until `close_mailbox`."""
         mailbox: deque[RequestOutput] = deque()
         self._mailboxes |= dict.fromkeys(request_ids, mailbox)
         return mailbox
@@ -76,64 +77,69 @@ class Delivery:
             del self._mailboxes[request_id]
 
     def take_outbox(self) -> list[RequestOutput]:
-        """What nobody else waits for."""
+        """The outputs that no callback and no mailbox has got."""
         outputs = list(self._outbox)
         self._outbox.clear()
         return outputs
 
-    def take(self, iteration: Iteration) -> None:
-        """Note an iteration's tokens and times, and file the outputs that it made or ended."""
-        self._note_starts(iteration)
-        try:
-            self._take_tokens(iteration)
-        finally:  # an interrupt may cost text, but no request its end
-            sampled = [seq.request for seq in iteration.sampled]
-            self.file([*sampled, *iteration.failed])
+    # The way of a token: `advance` runs an iteration, in which the core has `_read` read the
+    # sampled tokens; then `_file` makes outputs of them, and puts each where its caller finds it.
 
-    def file(self, requests: Iterable[Request]) -> None:
-        """File an output of each that has ended, or streams."""
-        for request_id in dict.fromkeys(request.request_id for request in requests):
-            record = self._records.get(request_id)
-            if record is None:
+    def advance(self) -> None:
+        """One iteration; its outputs go to their callers."""
+        self._drop_abandoned()
+        self._file(seq.request for seq in self._core.expire())
+        if self._core.scheduler.has_work:
+            try:
+                iteration = self._core.step(self._read)
+            except BaseException:  # an interrupted iteration may have ended requests
+                self._file(
+                    [each.request for each in self._records.values() if each.request.is_finished]
+                )
+                raise
+            self._note_times(iteration)
+            self._file([*(seq.request for seq in iteration.sampled), *iteration.failed])
+            self._core.report(iteration)
+        self._call_back()
+
+    def _read(
+        self, sampled: list[Sequence], result: StepResult, time_s: float
+    ) -> Iterator[tuple[int, str]]:
+        """Append tokens to the texts; yields (sequence id, stop string) where one is complete."""
+        for seq, token, logprobs in zip(sampled, result.tokens, result.logprobs, strict=True):
+            record = self._sequence_records.get(seq.seq_id)
+            if record is None or seq.is_finished:  # a beam, or its request has just failed
                 continue
-            if record.request.is_finished:
-                self._post(record, self._close(record))
-            elif record.streams:
-                self._post(record, record.output())
+            try:
+                stop = record.append(token, time_s, logprobs)
+            except Exception as error:
+                self._records[seq.request.request_id].note_error(error, record)
+                continue
+            if stop is not None:
+                yield seq.seq_id, stop
 
-    def _note_starts(self, iteration: Iteration) -> None:
+    def _note_times(self, iteration: Iteration) -> None:
+        """Note when requests were first scheduled, and when beam searches made a step."""
         for chunk in iteration.batch.prefills:
             record = self._records.get(chunk.seq.request.request_id)
             if record is not None and record.first_scheduled_s is None:
                 record.first_scheduled_s = iteration.start_s
+        for seq in iteration.sampled:
+            if seq.is_beam:
+                self._records[seq.request.request_id].note_search(iteration.end_s)
 
-    def _take_tokens(self, iteration: Iteration) -> None:
-        """Note tokens and times, and end what a stop string ends."""
-        records, now = self._sequence_records, iteration.end_s
-        result = iteration.result
-        failed = {request.request_id for request in iteration.failed}
-        for seq, token, logprobs in zip(
-            iteration.sampled, result.tokens, result.logprobs, strict=True
-        ):
-            if seq.request.request_id in failed:  # its token has been thrown away
-                continue
-            record = records.get(seq.seq_id)
+    def _file(self, requests: Iterable[Request]) -> None:
+        """File an output of each request that has ended, or streams."""
+        for request_id in dict.fromkeys(request.request_id for request in requests):
+            record = self._records.get(request_id)
             if record is None:
-                self._records[seq.request.request_id].note_search(now)
                 continue
-            try:
-                stop = record.append(token, now, logprobs)
-            except Exception as error:
-                request_id = seq.request.request_id
-                reason = self._records[request_id].note_error(error)
-                self._core.scheduler.fail(request_id, reason)
-                # Its last token may have ended it just now.
-                seq.finish_reason, seq.stop_reason = "error", None
-                continue
-            if stop is not None:
-                self._core.scheduler.finish(seq, "stop", stop)
-                # It may have reached its last token with this one: the stop string came first.
-                seq.finish_reason, seq.stop_reason = "stop", stop
+            if record.error is not None:
+                self._core.scheduler.fail(request_id, record.error)
+            if record.request.is_finished:
+                self._post(record, self._close(record))
+            elif record.streams:
+                self._post(record, record.output())
 
     def _close(self, record: RequestRecord) -> RequestOutput:
         """Complete a request that has ended, and forget it."""
@@ -151,11 +157,11 @@ class Delivery:
         else:
             self._mailboxes.get(output.request_id, self._outbox).append(output)
 
-    def call_back(self) -> None:
+    def _call_back(self) -> None:
         """Hand outputs to callbacks, in the order in which they were made.
 
-        The iteration is complete: callbacks may do whatever a caller of the engine may do, and one
-        that turns the engine gets its outputs in the same order.
+        The iteration is complete: a callback may do whatever a caller of the engine may do, and a
+        callback that advances the engine gets its outputs in the same order.
         """
         while self._calls:
             record, output = self._calls.popleft()
@@ -168,26 +174,28 @@ class Delivery:
     def _take_from_callback(self, record: RequestRecord, last: RequestOutput, reason: str) -> None:
         """End the request of a callback that has raised; its last output goes to the outbox."""
         request = record.request
-        in_work = self._records.get(request.request_id) is record
-        if in_work:
+        is_unfinished = self._records.get(request.request_id) is record
+        if is_unfinished:
             self._core.scheduler.fail(request.request_id, reason)
             last = self._close(record)
         for other, output in self._calls:
-            if other is record and not in_work:
+            if other is record and not is_unfinished:
                 last = output
         self._calls = deque(call for call in self._calls if call[0] is not record)
-        if last.finished:  # otherwise the callback has aborted it, and got what there is
+        if last.finished:  # otherwise the callback has aborted it, and got its last output
             self._outbox.append(replace(last, error=last.error or reason))
 
+    # The way of an abort
+
     def abort(self, request_id: str) -> RequestOutput | None:
-        """End a request in any state; returns what it has, None if it is not in work."""
+        """End a request in any state; returns its last output, None if it is not unfinished."""
         record = self._records.get(request_id)
         if record is None:
             return None
         self._core.scheduler.abort(request_id)
         output = self._close(record)
-        # What nobody has taken yet of a streaming request is in this output too. Another of the
-        # same name may have ended before.
+        # This output replaces a stream's outputs that are not taken yet. Another request of the
+        # same name may have ended before; its output stays.
         self._outbox = deque(
             out for out in self._outbox if out.request_id != request_id or out.finished
         )
@@ -200,7 +208,7 @@ class Delivery:
         """Abort a request before the next iteration: this may be the middle of one."""
         self._abandoned.append(request_id)
 
-    def drop_abandoned(self) -> None:
+    def _drop_abandoned(self) -> None:
         while self._abandoned:
             request_id = self._abandoned.popleft()
             self.abort(request_id)
@@ -208,16 +216,15 @@ class Delivery:
 
 
 class OutputStream(Iterator[RequestOutput]):
-    """Yields a request's outputs, the last of which is finished; `advance` makes more of them.
+    """Yields a request's outputs, the last of which is finished.
 
     The request goes on while nobody reads. It is aborted when its stream is closed or lost before
     its end.
     """
 
-    def __init__(self, request_id: str, delivery: Delivery, advance: Callable[[], None]):
+    def __init__(self, request_id: str, delivery: Delivery):
         self._request_id = request_id
         self._delivery = delivery
-        self._advance = advance
         self._mailbox = delivery.open_mailbox([request_id])
         self._is_open = True
 
@@ -226,7 +233,7 @@ class OutputStream(Iterator[RequestOutput]):
             raise StopIteration
         try:
             while not self._mailbox:
-                self._advance()
+                self._delivery.advance()
         except BaseException:
             self.close()
             raise
@@ -248,21 +255,15 @@ class OutputStream(Iterator[RequestOutput]):
             self._delivery.abandon(self._request_id)
 
 
-def complete(
-    request_ids: Sequence[str],
-    delivery: Delivery,
-    advance: Callable[[], None],
-    *,
-    progress: bool,
-) -> list[RequestOutput]:
-    """Call `advance` until all of these have ended; their last outputs, in this order."""
+def complete(request_ids: list[str], delivery: Delivery, *, progress: bool) -> list[RequestOutput]:
+    """Advance the engine until all these requests have ended; their last outputs, in this order."""
     mailbox = delivery.open_mailbox(request_ids)
     done: dict[str, RequestOutput] = {}
     num_tokens, start = 0, time.perf_counter()
     try:
         with tqdm(total=len(request_ids), unit="request", disable=not progress) as bar:
             while len(done) < len(request_ids):
-                advance()
+                delivery.advance()
                 while mailbox:
                     output = mailbox.popleft()
                     done[output.request_id] = output

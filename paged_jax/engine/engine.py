@@ -45,12 +45,15 @@ from pallas_kernels.extras import check_platforms
 class Engine:
     """Serves a model: continuous batching over a paged KV cache on JAX's default device.
 
+    Requests come in by `generate`, `chat`, `stream` or `add_request`. The caller that waits for an
+    output advances the engine, an iteration at a time. An engine belongs to one thread.
+
     model: "smollm2" (the packaged model), a Hugging Face directory or a .gguf file; or a
         `LoadedModel`.
     on_iteration: called with the statistics of every iteration; it must not abort requests. If it
         raises, a warning says so and it is not called again.
-    options: the fields of `paged_jax.config.EngineConfig`, such as ``block_size=16``; it describes
-        each of them.
+    options: the fields of `paged_jax.EngineConfig`, such as `block_size=16`, which describes each
+        of them. `Engine.options` has them with all defaults filled in.
 
     ValueError, in one line, for anything that cannot work; TypeError for an unknown option.
     """
@@ -71,7 +74,7 @@ class Engine:
             max_position_embeddings=self.config.max_position_embeddings,
         )
         self.dtype, self.block_size = resolved.dtype, resolved.block_size
-        weight_dtype(self.dtype)  # refuses what is no dtype of weights
+        weight_dtype(self.dtype)  # ValueError if weights cannot have this dtype
         self.enable_prefix_caching = (
             resolved.enable_prefix_caching and resolved.memory_policy == PAGED
         )
@@ -111,7 +114,7 @@ class Engine:
     def warm_up(self, *, wait: bool = True, progress: bool = True) -> None:
         """Compile every step, or load it from JAX's persistent cache; return once all are there.
 
-        With ``wait`` off it goes on in the background, as it does after construction.
+        With `wait` off the steps compile in the background, as they do after construction.
         """
         if self.executor.warm_up is None:
             self.executor.warm_up = WarmUp(self.executor.lowerings())
@@ -119,7 +122,7 @@ class Engine:
             self.executor.warm_up.wait(progress=progress)
 
     def close(self) -> None:
-        """Give up what is still to be compiled in the background."""
+        """Compile no more steps in the background."""
         if self.executor.warm_up is not None:
             self.executor.warm_up.cancel()
 
@@ -132,8 +135,8 @@ class Engine:
     ) -> list[RequestOutput]:
         """Complete prompts, in their order. One prompt may stand alone; so may its parameters.
 
-        Nothing runs unless all of them are valid. What others have added goes on meanwhile. One
-        that fails brings its reason in `RequestOutput.error`.
+        Nothing runs unless all prompts are valid. Requests added before go on meanwhile. A request
+        that fails has its reason in `RequestOutput.error`.
         """
         many: Sequence[Any] = [prompts] if is_single_prompt(prompts) else prompts  # type: ignore[assignment]
         if params is None or isinstance(params, SamplingParams):
@@ -148,7 +151,7 @@ class Engine:
                 except ValueError as error:
                     kind = QueueFull if isinstance(error, QueueFull) else ValueError
                     raise kind(f"prompt {i}: {error}") from None
-            return complete(ids, self._delivery, self._advance, progress=progress)
+            return complete(ids, self._delivery, progress=progress)
         except BaseException:
             for request_id in ids:
                 self.abort(request_id)
@@ -173,10 +176,10 @@ class Engine:
         """Complete one prompt; iterate to get all of its output so far after every token.
 
         Several streams may be read in turns; each advances the engine when it has nothing to yield.
-        To close one, or to let go of it, aborts its request.
+        A stream that is closed or lost aborts its request.
         """
         request_id = self.add_request(None, prompt, params, stream=True)
-        return OutputStream(request_id, self._delivery, self._advance)
+        return OutputStream(request_id, self._delivery)
 
     def add_request(
         self,
@@ -193,14 +196,14 @@ class Engine:
         """Queue a request for `step`; returns its id, a new one if None was given.
 
         arrival_time: in seconds on the engine's clock; None: now.
-        priority: lower goes first, where the scheduling policy looks at it.
-        timeout_s: seconds from its arrival after which it ends with what it has.
+        priority: a lower one goes first, where the scheduling policy looks at priorities.
+        timeout_s: the request ends so many seconds after its arrival, with the tokens it has.
         stream: there is an output after each token, not only at the end.
         on_output: called with each output, which `step` does not return then. It may add and abort
             requests. If it raises, its request alone ends, and `step` returns the last output.
 
-        ValueError for a request that can never be served, or that the queue has no room for; those
-        that run are not touched by it.
+        ValueError, which touches no other request, if the request can never be served or the queue
+        is full.
         """
         with self.core.telling_refusal():
             params = SamplingParams() if params is None else params
@@ -232,42 +235,33 @@ class Engine:
                 request, text, self.tokenizer, streams=stream, on_output=on_output
             )
             self.core.add(request)
-            if params.seed is None:  # one that was refused would have shifted all later ones
+            if params.seed is None:  # a refused request would have shifted all later seeds
                 self._next_seed = int(self._seeds.integers(2**32))
             self._delivery.add(record)
             return request.request_id
 
     def _new_id(self) -> str:
-        """One that no request has."""
+        """An id that no request has."""
         names = (f"request-{number}" for number in self._numbers)
         return next(name for name in names if name not in self._delivery)
 
     @property
     def has_work(self) -> bool:
-        """Whether any request is waiting or running, or has an output that `step` hands over."""
+        """Whether a request waits or runs, or has an output that `step` hands over."""
         return self.core.scheduler.has_work or self._delivery.has_outputs
 
     def step(self) -> list[RequestOutput]:
-        """One iteration; returns what has been added by `add_request` and has finished, or got a
-        token if it streams. Nothing is lost while `generate` or `stream` advances the engine.
+        """One iteration; returns outputs of requests that `add_request` has added.
 
-        A request that fails ends alone, with its reason in `RequestOutput.error`.
+        A request has one when it has finished, and one after each token if it streams. Outputs made
+        while `generate` or `stream` advances the engine are kept for the next `step`. A request
+        that fails ends alone, with its reason in `RequestOutput.error`.
         """
-        self._advance()
+        self._delivery.advance()
         return self._delivery.take_outbox()
 
-    def _advance(self) -> None:
-        """One iteration; its outputs go to those who wait for them."""
-        self._delivery.drop_abandoned()
-        self._delivery.file(seq.request for seq in self.core.expire())
-        if self.core.scheduler.has_work:
-            iteration = self.core.step()
-            self._delivery.take(iteration)
-            self.core.report(iteration)
-        self._delivery.call_back()
-
     def abort(self, request_id: str) -> RequestOutput | None:
-        """End a request in any state; returns what it has, None if there is no such request.
+        """End a request in any state; returns its last output, None if there is no such request.
 
         Its `on_output` is not called.
         """
@@ -276,10 +270,10 @@ class Engine:
     def pin_prefix(self, prompt: Prompt, *, cache_salt: str | None = None) -> int:
         """Compute the beginning of later prompts and keep it; returns how many tokens are kept.
 
-        Whole blocks are: requests that begin with these tokens find them in the prefix cache until
-        `unpin_prefix`, however long nobody uses them. ValueError if that would leave a request
-        that waits or runs too little memory. A device step that fails may take pinned prefixes
-        with it; a warning says so.
+        Whole blocks are kept: requests that begin with these tokens find them in the prefix cache
+        until `unpin_prefix`, even if they are not used for long. ValueError if a request that waits
+        or runs would have too little memory left. A device step that fails may lose pinned
+        prefixes; a warning says so.
         """
         if not self.enable_prefix_caching:
             raise ValueError("nothing can be pinned: prefix caching is off")
@@ -291,7 +285,7 @@ class Engine:
         return self.core.scheduler.pin(token_ids, cache_salt)
 
     def unpin_prefix(self, prompt: Prompt, *, cache_salt: str | None = None) -> None:
-        """Let go of a pinned prefix, given as it was; KeyError if it is not pinned."""
+        """Let go of a pinned prefix, given as to `pin_prefix`; KeyError if it is not pinned."""
         _, token_ids = encode(prompt, self.tokenizer, self.config.vocab_size)
         try:
             self.core.scheduler.memory.unpin(token_ids, cache_salt)
@@ -301,7 +295,7 @@ class Engine:
             ) from None
 
     def metrics(self) -> dict[str, float]:
-        """What `paged_jax.observability.prometheus` serves, by name and labels, as it is now."""
+        """The figures that `paged_jax.observability.prometheus` serves, by name and labels."""
         return self.metrics_observer.values()
 
     @property

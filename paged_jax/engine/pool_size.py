@@ -1,4 +1,4 @@
-"""How many blocks fit, on the device and in the host memory that they are swapped to."""
+"""The number of blocks that fit on the device, and in the host memory that they are swapped to."""
 
 import os
 
@@ -10,23 +10,17 @@ from paged_jax.memory.sizing import bytes_per_block, num_blocks_in, room_for_kv
 from paged_jax.models.config import ModelConfig
 from paged_jax.models.params import num_parameters
 
-GPU_MEMORY_SHARE = 0.9  # of what the device has, weights included
-HOST_POOL_BYTES = 1 << 30  # at most, where the cache lives in host memory
-SWAP_BYTES = 4 << 30  # at most, of host memory for what is swapped out
+GPU_MEMORY_SHARE = 0.9  # the part of a GPU's memory for weights and cache
+HOST_POOL_BYTES = 1 << 30  # the largest cache on a CPU, by default
+SWAP_BYTES = 4 << 30  # the largest host pool for swapped blocks, by default
 
 
-def num_blocks(
-    config: ModelConfig,
-    options: EngineConfig,
-    *,
-    cache_head_size: int,
-) -> int:
+def num_blocks(config: ModelConfig, options: EngineConfig, *, cache_head_size: int) -> int:
     """Blocks of the pool, the null block not counted.
 
-    Where ``options`` does not say: for ``max_num_seqs`` sequences of ``max_model_len`` tokens, or
-    as many as fit in `GPU_MEMORY_SHARE` of a GPU's memory beside the weights, or in
-    `HOST_POOL_BYTES` on a CPU.
-    ValueError for more than the device's memory holds, and where not even one block fits.
+    By default the pool has room for `max_num_seqs` sequences of `max_model_len` tokens, within
+    `GPU_MEMORY_SHARE` of a GPU's memory beside the weights, or within `HOST_POOL_BYTES` on a CPU.
+    ValueError for more blocks than the device's memory holds, and where not even one block fits.
     """
     wanted, dtype, block_size = options.num_blocks, options.dtype, options.block_size
     per_block = _bytes_per_block(config, options, cache_head_size)
@@ -60,12 +54,12 @@ def num_blocks(
 def num_swap_blocks(
     config: ModelConfig, options: EngineConfig, num_blocks: int, *, cache_head_size: int
 ) -> int:
-    """Blocks of the host pool, for a device pool of ``num_blocks``.
+    """Blocks of the host pool, for a device pool of `num_blocks`.
 
-    Where ``options`` does not say: as many as the device has, within `SWAP_BYTES`. None if
-    preemption never swaps, and on a CPU none unless it is to swap: the cache is in host memory
+    By default it has as many blocks as the device, within `SWAP_BYTES`. It has none if preemption
+    never swaps, and none on a CPU unless preemption always swaps: the cache is in host memory
     there, and a larger pool serves better than a second one.
-    ValueError for more than the host's memory holds.
+    ValueError for more blocks than the host's memory holds.
     """
     wanted, mode = options.swap_space_blocks, options.preemption_mode
     per_block = _bytes_per_block(config, options, cache_head_size)

@@ -1,4 +1,4 @@
-"""Prompts as callers write them, turned into token ids."""
+"""Prompts as callers write them, turned into token ids; checks of a request's arguments."""
 
 import math
 import operator
@@ -12,63 +12,13 @@ from paged_jax.models.config import ModelConfig
 from paged_jax.sampling_params import SamplingParams
 from paged_jax.steps.model_steps import NUM_LOGPROBS
 
-
-def check_request(params: SamplingParams, config: ModelConfig, *, stream: bool) -> None:
-    """ValueError, with the value, for what no step can do."""
-    if outside := [t for t in params.stop_token_ids if t >= config.vocab_size]:
-        raise ValueError(
-            f"stop token {outside[0]} is outside the vocabulary of {config.vocab_size}"
-        )
-    if stream and (params.beam_width or params.num_sequences > params.n):
-        raise ValueError(
-            "beam_width and best_of do not stream: which sequences are best is known at the end"
-        )
-    eos = () if params.ignore_eos else config.eos_token_ids
-    num_end_tokens = len({*params.stop_token_ids, *eos})
-    if params.min_tokens:
-        check_end_tokens(num_end_tokens)
-    if params.beam_width and params.beam_width + num_end_tokens > NUM_LOGPROBS:
-        raise ValueError(
-            f"beam_width {params.beam_width} and {num_end_tokens} end tokens (EOS and "
-            f"stop_token_ids together) are more than the {NUM_LOGPROBS} candidates of a step"
-        )
-
-
-def check_call(
-    request_id: str | None,
-    *,
-    arrival_time: float | None,
-    priority: int,
-    timeout_s: float | None,
-    stream: bool,
-    on_output: Callable[..., Any] | None,
-) -> None:
-    """ValueError, with the value, for arguments of `Engine.add_request` that mean nothing."""
-    if request_id is not None and not isinstance(request_id, str):
-        raise ValueError(f"request_id must be a string, got {request_id!r}")
-    if arrival_time is not None and not (_is_number(arrival_time) and math.isfinite(arrival_time)):
-        raise ValueError(f"arrival_time must be a finite number of seconds, got {arrival_time!r}")
-    if not _is_number(priority, Integral):
-        raise ValueError(f"priority must be an integer, got {priority!r}")
-    if timeout_s is not None and not (_is_number(timeout_s) and timeout_s > 0):
-        raise ValueError(f"timeout_s must be a number of seconds above 0, got {timeout_s!r}")
-    if not isinstance(stream, bool):
-        raise ValueError(f"stream must be True or False, got {stream!r}")
-    if on_output is not None and not callable(on_output):
-        raise ValueError(f"on_output must be callable, got {on_output!r}")
-
-
-def _is_number(value: Any, kind: type = Real) -> bool:
-    return isinstance(value, kind) and not isinstance(value, bool)
-
-
-# Text, token ids, {"prompt": text}, {"prompt_token_ids": ids}, or a chat: messages with role and
-# content.
+# Text, token ids, {"prompt": text}, {"prompt_token_ids": ids}, or a chat: a list of messages with
+# role and content.
 Prompt = str | Sequence[int] | Mapping[str, Any] | Sequence[Mapping[str, Any]]
 
 
 def is_chat(prompt: Any) -> bool:
-    """Whether it is a list of messages."""
+    """Whether it is a list of messages with roles."""
     return (
         isinstance(prompt, Sequence)
         and not isinstance(prompt, str)
@@ -78,7 +28,7 @@ def is_chat(prompt: Any) -> bool:
 
 
 def is_single_prompt(prompts: Any) -> bool:
-    """Whether it is one prompt, good or bad, rather than a list of them."""
+    """Whether it is one prompt, valid or not, rather than a list of prompts."""
     if isinstance(prompts, str | bytes) or not isinstance(prompts, Sequence) or is_chat(prompts):
         return True
     return bool(prompts) and _is_int(prompts[0])
@@ -91,7 +41,7 @@ def _is_int(value: Any) -> bool:
 def encode(
     prompt: Prompt, tokenizer: Tokenizer, vocab_size: int
 ) -> tuple[str | None, tuple[int, ...]]:
-    """(the text, or None; its token ids). ValueError for an empty prompt or an unknown token."""
+    """(text or None, token ids). ValueError for an empty prompt or an unknown token."""
     if isinstance(prompt, Mapping):
         known = {"prompt", "prompt_token_ids"} & prompt.keys()
         if len(known) != 1 or len(prompt) != 1:
@@ -145,3 +95,55 @@ def _checked(token_ids: Sequence[int], vocab_size: int) -> tuple[int, ...]:
             f"token id {low if low < 0 else high} is outside the vocabulary of {vocab_size}"
         )
     return tuple(token_ids)
+
+
+# Checks of a request's arguments
+
+
+def check_request(params: SamplingParams, config: ModelConfig, *, stream: bool) -> None:
+    """ValueError, with the value, for parameters that no step can serve."""
+    if outside := [t for t in params.stop_token_ids if t >= config.vocab_size]:
+        raise ValueError(
+            f"stop token {outside[0]} is outside the vocabulary of {config.vocab_size}"
+        )
+    if stream and (params.beam_width or params.num_sequences > params.n):
+        raise ValueError(
+            "beam_width and best_of do not stream: which sequences are best is known at the end"
+        )
+    eos = () if params.ignore_eos else config.eos_token_ids
+    num_end_tokens = len({*params.stop_token_ids, *eos})
+    if params.min_tokens:
+        check_end_tokens(num_end_tokens)
+    if params.beam_width and params.beam_width + num_end_tokens > NUM_LOGPROBS:
+        raise ValueError(
+            f"beam_width {params.beam_width} and {num_end_tokens} end tokens (EOS and "
+            f"stop_token_ids together) are more than the {NUM_LOGPROBS} candidates of a step"
+        )
+
+
+def check_call(
+    request_id: str | None,
+    *,
+    arrival_time: float | None,
+    priority: int,
+    timeout_s: float | None,
+    stream: bool,
+    on_output: Callable[..., Any] | None,
+) -> None:
+    """ValueError, with the value, for arguments of `Engine.add_request` that mean nothing."""
+    if request_id is not None and not isinstance(request_id, str):
+        raise ValueError(f"request_id must be a string, got {request_id!r}")
+    if arrival_time is not None and not (_is_number(arrival_time) and math.isfinite(arrival_time)):
+        raise ValueError(f"arrival_time must be a finite number of seconds, got {arrival_time!r}")
+    if not _is_number(priority, Integral):
+        raise ValueError(f"priority must be an integer, got {priority!r}")
+    if timeout_s is not None and not (_is_number(timeout_s) and timeout_s > 0):
+        raise ValueError(f"timeout_s must be a number of seconds above 0, got {timeout_s!r}")
+    if not isinstance(stream, bool):
+        raise ValueError(f"stream must be True or False, got {stream!r}")
+    if on_output is not None and not callable(on_output):
+        raise ValueError(f"on_output must be callable, got {on_output!r}")
+
+
+def _is_number(value: Any, kind: type = Real) -> bool:
+    return isinstance(value, kind) and not isinstance(value, bool)

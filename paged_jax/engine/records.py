@@ -1,4 +1,4 @@
-"""What the caller will want of each request while it runs: text, times, log-probabilities."""
+"""What callers want of each request while it runs: text, times, log-probabilities."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
@@ -32,27 +32,31 @@ class SequenceRecord:
     token_times_s: list[float] = field(default_factory=list)
     logprobs: list[TokenLogprobs] = field(default_factory=list)
     stopped: bool = False  # by a stop string: the text is complete
+    failed: bool = False  # its text could not be decoded
 
     def append(self, token: int, time_s: float, logprobs: TokenLogprobs | None) -> str | None:
-        """Take in a token; returns the stop string that it completes, if any."""
+        """Take in the sequence's next token, before the scheduler does.
+
+        Returns the stop string that the token completes, if any.
+        """
         self.token_times_s.append(time_s)
         if logprobs is not None:
             self.logprobs.append(logprobs)
-        if self.detokenizer is None or self._hides_last_token:
+        if self.detokenizer is None or self._hides(self.seq.end_with(token)):
             return None
         start = len(self.text)
         self.text += self.detokenizer.append([token])
         return self._cut_at_stop(start)
 
-    @property
-    def _hides_last_token(self) -> bool:
-        """Whether it has ended with one of `stop_token_ids`, which is no part of the text."""
-        seq = self.seq
-        ended = seq.finish_reason == "stop" and isinstance(seq.stop_reason, int)
-        return ended and not seq.request.params.include_stop_str_in_output
+    def _hides(self, end: tuple[FinishReason | None, int | str | None] | None) -> bool:
+        """Whether a sequence that ends like this ends with a stop token outside its text."""
+        if end is None or self.seq.request.params.include_stop_str_in_output:
+            return False
+        reason, stop_reason = end
+        return reason == "stop" and isinstance(stop_reason, int)
 
     def _cut_at_stop(self, start: int) -> str | None:
-        """Look for a stop string that ends after ``start`` and cut the text there."""
+        """Look for a stop string that ends after `start` and cut the text there."""
         params = self.seq.request.params
         if len(self.token_times_s) < params.min_tokens:
             return None
@@ -70,7 +74,7 @@ class SequenceRecord:
 
     @property
     def shown_text(self) -> str:
-        """The text, without an end that a stop string may yet take back."""
+        """The text, without an end that may turn out to begin a stop string."""
         params = self.seq.request.params
         if self.seq.is_finished or params.include_stop_str_in_output:
             return self.text
@@ -79,18 +83,15 @@ class SequenceRecord:
         return self.text[: len(self.text) - num_held]
 
     def finish(self, tokenizer: Tokenizer) -> None:
-        """Complete the text, unless a stop string has cut it."""
+        """Complete the text of a sequence that has ended, unless a stop string has cut it."""
         if self.stopped:
             return
         if self.detokenizer is not None:
             self.text += self.detokenizer.flush()
             return
         token_ids = self.seq.output_token_ids
-        self.text = tokenizer.decode(
-            token_ids[:-1] if self._hides_last_token else token_ids,
-            skip_special_tokens=self.seq.request.params.skip_special_tokens,
-            clean_up_tokenization_spaces=False,
-        )
+        hides_last = self._hides((self.seq.finish_reason, self.seq.stop_reason))
+        self.text = _decode(tokenizer, self.seq.request, token_ids, hides_last)
 
     def output(self) -> CompletionOutput:
         """A snapshot."""
@@ -99,8 +100,8 @@ class SequenceRecord:
             index=seq.index,
             text=self.shown_text,
             token_ids=seq.output_token_ids,
-            finish_reason=seq.finish_reason,
-            stop_reason=seq.stop_reason,
+            finish_reason="error" if self.failed else seq.finish_reason,
+            stop_reason=None if self.failed else seq.stop_reason,
             logprobs=None if params.logprobs is None else list(self.logprobs),
             cumulative_logprob=seq.cumulative_logprob if params.wants_candidates else None,
         )
@@ -108,15 +109,16 @@ class SequenceRecord:
 
 @dataclass(slots=True)
 class RequestRecord:
-    """A request's records, whether its caller wants every step of it, and where."""
+    """A request's sequence records, and how its caller wants its outputs."""
 
     request: Request
     prompt: str | None
-    streams: bool
-    sequences: list[SequenceRecord]  # none for a beam search, which goes on with other beams
+    streams: bool  # there is an output after every token
+    sequences: list[SequenceRecord]  # empty for a beam search, whose beams replace each other
     on_output: OnOutput | None = None
     first_scheduled_s: float | None = None
     beam_times_s: list[float] = field(default_factory=list)  # when each step of the search was made
+    error: str | None = None  # why its text could not be decoded
 
     @classmethod
     def of(
@@ -142,19 +144,24 @@ class RequestRecord:
         return cls(request, prompt, streams, records, on_output)
 
     def note_search(self, time_s: float) -> None:
-        """Note the time if the search has made a step."""
+        """Note the time if the request's beam search has made a step."""
         search = self.request.beam_search
         if search is not None and search.num_tokens > len(self.beam_times_s):
             self.beam_times_s.append(time_s)
 
+    def note_error(self, error: Exception, record: SequenceRecord | None = None) -> None:
+        """Note why there is no text, of one sequence or of all; the first reason stands."""
+        self.error = self.error or f"its text could not be decoded: {error_text(error)}"
+        if record is not None:
+            record.failed = True
+
     def finish(self, tokenizer: Tokenizer) -> RequestOutput:
-        """Complete all texts; a tokenizer that raises fails the request."""
+        """The last output, with all texts complete; a tokenizer that raises fails the request."""
         for record in self.sequences:
             try:
                 record.finish(tokenizer)
             except Exception as error:
-                self.note_error(error)
-                record.seq.finish_reason, record.seq.stop_reason = "error", None
+                self.note_error(error, record)
         if self.request.beam_search is None:
             return self.output()
         try:
@@ -167,24 +174,19 @@ class RequestRecord:
             ]
         return self._output(outputs, [self.beam_times_s])
 
-    def note_error(self, error: Exception) -> str:
-        """Say why there is no text; the first reason of a request stands."""
-        request = self.request
-        request.error = request.error or f"its text could not be decoded: {error_text(error)}"
-        return request.error
-
     def output(self) -> RequestOutput:
         """A snapshot."""
         params = self.request.params
         outputs = [record.output() for record in self.sequences]
         if len(outputs) > params.n:
-            # Of a request that was cut short, those that never ran are no better than others.
+            # Of a request that was cut short, sequences that never ran are no better than others.
             outputs.sort(key=lambda out: (not out.token_ids, -(out.cumulative_logprob or 0.0)))
             outputs = [replace(out, index=i) for i, out in enumerate(outputs[: params.n])]
         return self._output(outputs, [record.token_times_s for record in self.sequences])
 
     def _output(self, outputs: list[CompletionOutput], times_s: list[list[float]]) -> RequestOutput:
         asked = self.request.params.prompt_logprobs
+        error = self.request.error or self.error
         metrics = RequestMetrics(
             arrival_s=self.request.arrival_time,
             first_scheduled_s=self.first_scheduled_s,
@@ -200,69 +202,61 @@ class RequestRecord:
             metrics=metrics,
             num_cached_tokens=self.request.num_cached_tokens or 0,
             prompt_logprobs=None if asked is None else [None, *self.request.prompt_logprobs],
-            error=self.request.error,
-            finish_reason=self._finish_reason(outputs),
+            error=error,
+            finish_reason=self._finish_reason(outputs, error),
         )
 
-    def _finish_reason(self, outputs: list[CompletionOutput]) -> FinishReason | None:
-        """Of the request: of `best_of` those count as well that are not among the outputs."""
+    def _finish_reason(
+        self, outputs: list[CompletionOutput], error: str | None
+    ) -> FinishReason | None:
+        """The request's reason. All sequences of `best_of` count, also those not returned."""
         if not self.request.is_finished:
             return None
-        if self.request.error is not None:
+        if error is not None:
             return "error"
         reasons = (seq.finish_reason for seq in self.request.sequences)
         return next((each for each in reasons if each in CUT_SHORT), outputs[0].finish_reason)
 
 
 def beam_outputs(request: Request, tokenizer: Tokenizer | None) -> list[CompletionOutput]:
-    """The n best hypotheses of a search that is done; of one that was cut short, its n best beams.
+    """The n best hypotheses of a search that is done, or the n best beams of one cut short.
 
-    Those have been ended by an abort or an error, whatever they may have become. Without a
-    tokenizer they have no text.
+    An abort or an error has ended those beams. Without a tokenizer the outputs have no text.
     """
     search, params = request.beam_search, request.params
     assert search is not None
+    found: list[tuple[list[int], FinishReason | None, float | None, float | None]]
+    if search.is_done:
+        best = search.hypotheses
+        found = [(h.token_ids, h.finish_reason, h.cumulative_logprob, h.score) for h in best]
+    else:
+        found = [(s.output_token_ids, s.finish_reason, None, None) for s in request.sequences]
     eos = request.sequences[0].end_token_ids - set(params.stop_token_ids)
-
-    def text(token_ids: list[int], stop_reason: int | None) -> str:
-        if tokenizer is None:
-            return ""
-        hides_last = stop_reason is not None and not params.include_stop_str_in_output
-        return str(
-            tokenizer.decode(
-                token_ids[:-1] if hides_last else token_ids,
-                skip_special_tokens=params.skip_special_tokens,
-                clean_up_tokenization_spaces=False,
-            )
-        )
-
-    if not search.is_done:
-        return [
-            CompletionOutput(
-                index=index,
-                text=text(seq.output_token_ids, None),
-                token_ids=seq.output_token_ids,
-                finish_reason=seq.finish_reason,
-                stop_reason=None,
-                logprobs=None,
-            )
-            for index, seq in enumerate(request.sequences[: params.n])
-        ]
     outputs = []
-    for index, hypothesis in enumerate(search.hypotheses[: params.n]):
-        last = hypothesis.token_ids[-1]
-        is_stop_token = hypothesis.finish_reason == "stop" and last not in eos
-        stop_reason = last if is_stop_token else None
+    for index, (token_ids, reason, cumulative_logprob, score) in enumerate(found[: params.n]):
+        ends_with_stop_token = reason == "stop" and token_ids[-1] not in eos
+        hides_last = ends_with_stop_token and not params.include_stop_str_in_output
         outputs.append(
             CompletionOutput(
                 index=index,
-                text=text(hypothesis.token_ids, stop_reason),
-                token_ids=hypothesis.token_ids,
-                finish_reason=hypothesis.finish_reason,
-                stop_reason=stop_reason,
+                text=_decode(tokenizer, request, token_ids, hides_last) if tokenizer else "",
+                token_ids=token_ids,
+                finish_reason=reason,
+                stop_reason=token_ids[-1] if ends_with_stop_token else None,
                 logprobs=None,
-                cumulative_logprob=hypothesis.cumulative_logprob,
-                score=hypothesis.score,
+                cumulative_logprob=cumulative_logprob,
+                score=score,
             )
         )
     return outputs
+
+
+def _decode(tokenizer: Tokenizer, request: Request, token_ids: list[int], hides_last: bool) -> str:
+    """The text of generated tokens, without the last token if that is hidden."""
+    return str(
+        tokenizer.decode(
+            token_ids[:-1] if hides_last else token_ids,
+            skip_special_tokens=request.params.skip_special_tokens,
+            clean_up_tokenization_spaces=False,
+        )
+    )

@@ -22,7 +22,7 @@ def decode_buckets(max_num_seqs: int) -> list[int]:
 def prefill_buckets(max_num_tokens: int) -> list[int]:
     """Tokens of a prefill step, two for each doubling.
 
-    The scheduler keeps away from the lower half between two of them, where more than a quarter
+    The scheduler avoids the lower half between two buckets, where more than a quarter of a step
     would be padding.
     """
     buckets = [MIN_PREFILL_TOKENS, 2 * MIN_PREFILL_TOKENS]
@@ -34,12 +34,12 @@ def prefill_buckets(max_num_tokens: int) -> list[int]:
 
 
 def bucket_of(buckets: Sequence[int], size: int) -> int:
-    """The smallest bucket that holds ``size``."""
+    """The smallest bucket that holds `size`."""
     return buckets[bisect_left(buckets, size)]
 
 
 def padded(values: Sequence[int], size: int) -> np.ndarray:
-    """``i32[size]``: the values, then zeros."""
+    """`i32[size]`: the values, then zeros."""
     out = np.zeros(size, np.int32)
     out[: len(values)] = values
     return out

@@ -1,4 +1,4 @@
-"""JAX's compilations: kept on disk between runs, and counted."""
+"""JAX's compilations: ahead of their use, kept on disk between runs, and counted."""
 
 import os
 import threading
@@ -13,28 +13,13 @@ import jax
 from jax.stages import Lowered
 from tqdm import tqdm
 
-_thread = threading.local()
-
-
-def is_warming_up() -> bool:
-    """Whether this thread is compiling ahead right now."""
-    return getattr(_thread, "warming_up", False)
-
-
-@contextmanager
-def _warming_up() -> Iterator[None]:
-    _thread.warming_up = True
-    try:
-        yield
-    finally:
-        _thread.warming_up = False
+_thread = threading.local()  # is_warming_up: whether it compiles ahead right now
 
 
 class WarmUp:
     """Compiles jitted functions for given arguments, so that calling them compiles nothing.
 
-    Nothing runs. Threads start at once, in the order given; whoever needs a function now calls
-    `require` and has it next.
+    Nothing runs. Threads start at once, in the order given; `require` compiles a function next.
     """
 
     def __init__(self, lowerings: Mapping[str, Callable[[], Lowered]]):
@@ -42,7 +27,7 @@ class WarmUp:
         self._lowerings = lowerings
         self._jobs: dict[str, Future[None]] = {name: Future() for name in lowerings}
         queue = iter(list(self._jobs.items()))  # taking the next one is atomic
-        # Half of the cores: the others load the model and serve.
+        # Half of the cores compile: the other half loads the model and serves.
         for _ in range(max(1, (os.cpu_count() or 1) // 2)):
             threading.Thread(target=_work, args=(queue, lowerings), name="warm-up").start()
 
@@ -67,7 +52,7 @@ class WarmUp:
             job.result()
 
     def cancel(self) -> None:
-        """Give up what has not begun."""
+        """Compile no function that no thread has begun."""
         for job in self._jobs.values():
             job.cancel()
 
@@ -88,15 +73,17 @@ def _work(
 
 
 def _compile(lower: Callable[[], Lowered]) -> None:
-    with _warming_up():
+    _thread.is_warming_up = True
+    try:
         lower().compile()
+    finally:
+        _thread.is_warming_up = False
 
 
 def use_persistent_cache() -> None:
     """Keep compiled programs in a folder of the user's cache, unless JAX has been given one.
 
-    ``JAX_COMPILATION_CACHE_DIR`` names another folder; ``JAX_ENABLE_COMPILATION_CACHE=0`` turns it
-    off.
+    `JAX_COMPILATION_CACHE_DIR` names another folder; `JAX_ENABLE_COMPILATION_CACHE=0` turns it off.
     """
     if jax.config.jax_compilation_cache_dir is None:
         cache_home = Path(os.environ.get("XDG_CACHE_HOME", "~/.cache")).expanduser()
@@ -107,7 +94,7 @@ def use_persistent_cache() -> None:
 
 @dataclass
 class CompilationCount:
-    """Programs compiled, or loaded from the persistent cache, other than by a warm-up."""
+    """Programs that were compiled or loaded from the persistent cache, but not by a warm-up."""
 
     programs: int = 0
 
@@ -117,11 +104,11 @@ _EVENT = "/jax/core/compile/backend_compile_duration"
 
 @contextmanager
 def count_compilations() -> Iterator[CompilationCount]:
-    """Counts while the block runs; also those of other threads."""
+    """Counts while the block runs, in all threads."""
     count = CompilationCount()
 
     def listen(event: str, duration_secs: float, **kwargs: str | int) -> None:
-        if event == _EVENT and not is_warming_up():
+        if event == _EVENT and not getattr(_thread, "is_warming_up", False):
             count.programs += 1
 
     jax.monitoring.register_event_duration_secs_listener(listen)

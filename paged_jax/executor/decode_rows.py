@@ -1,9 +1,8 @@
 """The decode step's arrays, kept from one iteration to the next.
 
 Rows stand in the order of the scheduler's running sequences. While the same sequences run, an
-iteration adds one token to each row and, every ``block_size`` tokens, one block to its table; rows
-move only when a sequence joins or leaves. A block that is copied because others hold it as well is
-the last of its table.
+iteration adds one token to each row and, every `block_size` tokens, one block to its table; rows
+move only when a sequence joins or leaves. Copy-on-write replaces the last block of a table.
 """
 
 from collections.abc import Callable
@@ -25,20 +24,20 @@ from paged_jax.steps.sampling import Sampled, SamplingBatch
 class TokenFeed:
     """Brings an iteration's sampled tokens into the order of the next one's decode rows.
 
-    As long as the rows stay the same the tokens are passed on as they are. Otherwise they are
-    gathered from an array that holds those of the iteration's decodes, then those of its prompts,
-    ``i32[2 * max_num_seqs]``: one program for each bucket, not one for each pair of them.
+    While the rows stay the same, the tokens are passed on as they are. Otherwise they are gathered
+    from an array `i32[2 * max_num_seqs]` of the iteration's decode tokens, then the tokens of its
+    prompts: one program for each bucket, not one for each pair of buckets.
     """
 
     def __init__(self, max_num_seqs: int, require: Callable[[str, int], None]):
-        """``require`` sees to it that a step of some size is compiled."""
+        """`require` is called with a step's name and size, and has it compiled."""
         self._max_num_seqs = max_num_seqs
         self._require = require
         self._empty: jax.Array | None = None
 
     @property
     def empty(self) -> jax.Array:
-        """``i32[2 * max_num_seqs]`` zeros on the device."""
+        """`i32[2 * max_num_seqs]` zeros on the device."""
         if self._empty is None:
             self._empty = jax.device_put(np.zeros(2 * self._max_num_seqs, np.int32))
         return self._empty
@@ -46,11 +45,11 @@ class TokenFeed:
     def tokens(
         self, seqs: list[Sequence], steps: Seq[tuple[list[Sequence], Sampled]], num_rows: int
     ) -> jax.Array:
-        """``i32[num_rows]``: what ``steps`` have sampled for each of ``seqs``, then anything."""
+        """`i32[num_rows]`: the token that `steps` sampled for each of `seqs`, then anything."""
         if len(steps) == 1 and steps[0][0] == seqs and steps[0][1].tokens.shape[0] == num_rows:
             return steps[0][1].tokens
         held = self.empty
-        places: dict[int, int] = {}  # of each sequence's token in it
+        places: dict[int, int] = {}  # index in `held` of each sequence's token
         for start, (sampled_seqs, sampled) in zip((0, self._max_num_seqs), steps, strict=False):
             self._require("hold", sampled.tokens.shape[0])
             held = hold_step(held, sampled.tokens, np.int32(start))
@@ -62,7 +61,7 @@ class TokenFeed:
 class DecodeRows:
     """Mirrors running sequences into static-shaped arrays.
 
-    ``block_tables`` ``i32[max_num_seqs, M]``; unused rows are zero.
+    `block_tables`: `i32[max_num_seqs, M]`; unused rows are zero.
     """
 
     def __init__(self, memory: MemoryManager, *, max_num_seqs: int, max_model_len: int):
@@ -73,14 +72,14 @@ class DecodeRows:
             (max_num_seqs, -(-max_model_len // memory.block_size)), np.int32
         )
         self._seqs: list[Sequence] = []
-        self._num_blocks = np.zeros(max_num_seqs, np.int32)  # mirrored, of each row
+        self._num_blocks = np.zeros(max_num_seqs, np.int32)  # mirrored blocks of each row
         self._params = sampling_rows([], max_num_seqs)
-        self._mirrors: tuple[tuple[np.ndarray, Any], ...] = (  # and what unused rows hold
+        self._mirrors: tuple[tuple[np.ndarray, Any], ...] = (  # (array, value of unused rows)
             (self.block_tables, 0),
             (self._num_blocks, 0),
             (self._params, sampling_rows([], 1)),
         )
-        self._had_copies = False  # when last updated
+        self._had_copies = False  # at the last update
         self._sampling: SamplingBatch | None = None
         self._histories: list[int] = []  # rows whose history is kept
         self._history = np.zeros((max_num_seqs, max_model_len), np.int32)  # i32[B, max_model_len]
@@ -91,13 +90,15 @@ class DecodeRows:
     ) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray, SamplingBatch]:
         """(tokens, positions, block tables, context lengths, sampling) of the bucket's rows.
 
-        Call it, or `forget`, in every iteration: a sequence that is missing from one, because it
-        was preempted, comes back with another table. ``tables_changed``: blocks were replaced by
-        copies. ``is_ahead``: each sequence has one more token, which the host does not know yet:
-        the tokens are zeros, and none of the sequences may need its history.
+        Call it, or `forget`, in every iteration: a sequence that misses one, because it was
+        preempted, comes back with another table.
 
-        What is returned does not change while a step may be reading it: tables are copied, and
-        histories are written only when the host has all tokens.
+        tables_changed: copies have replaced blocks.
+        is_ahead: each sequence has one more token, which the host does not know yet. The tokens are
+            zeros then, and no sequence may need its history.
+
+        The arrays do not change while a step may be reading them: tables are copied, and histories
+        are written only when the host has all tokens.
         """
         n = len(seqs)
         bucket = bucket_of(self.buckets, n)
@@ -129,12 +130,12 @@ class DecodeRows:
         return tokens, positions, self.block_tables[:bucket].copy(), context_lens, sampling
 
     def forget(self) -> None:
-        """An iteration without decodes."""
+        """Note an iteration without decodes."""
         if self._seqs:
             self._move_rows([])
 
     def no_history(self, num_rows: int) -> jax.Array:
-        """``i32[num_rows, max_model_len]`` zeros on the device, for rows that need no history."""
+        """`i32[num_rows, max_model_len]` zeros on the device, for rows that need no history."""
         if num_rows not in self._no_history:
             shape = (num_rows, self._history.shape[1])
             self._no_history[num_rows] = jax.device_put(np.zeros(shape, np.int32))
@@ -144,7 +145,7 @@ class DecodeRows:
         for row, seq in enumerate(self._seqs):
             if last := self._num_blocks[row]:
                 blocks = self._memory.block_table(seq.seq_id)
-                if blocks[0] != self.block_tables[row, 0]:  # contiguous: it has moved as a whole
+                if blocks[0] != self.block_tables[row, 0]:  # contiguous memory has moved as a whole
                     self.block_tables[row, :last] = blocks[:last]
                 self.block_tables[row, last - 1] = blocks[last - 1]
 
@@ -155,7 +156,7 @@ class DecodeRows:
         self._num_blocks[row] = len(blocks)
 
     def _move_rows(self, seqs: list[Sequence]) -> None:
-        """Bring rows into the order of ``seqs``; those new to it start with no blocks mirrored."""
+        """Bring rows into the order of `seqs`; new sequences start with no blocks mirrored."""
         old_rows = {seq.seq_id: row for row, seq in enumerate(self._seqs)}
         sources = [old_rows.get(seq.seq_id, -1) for seq in seqs]
         n = max(len(seqs), len(self._seqs))
@@ -175,7 +176,7 @@ class DecodeRows:
         self._histories = np.flatnonzero(self._params["adjusts"]).tolist()
         for row in self._histories:
             self._history[row, : seqs[row].num_tokens] = seqs[row].token_ids
-        # On the device until rows change.
+        # It stays on the device until rows change.
         self._sampling = jax.device_put(
             sampling_batch(self._params[:bucket].copy(), self.no_history(bucket))
         )

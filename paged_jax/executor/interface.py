@@ -1,4 +1,4 @@
-"""What the engine asks of an executor, real or simulated."""
+"""The contract between the engine and an executor, real or simulated."""
 
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -13,21 +13,21 @@ class StepResult:
 
     tokens: list[int]
     logprobs: list[TokenLogprobs | None]  # aligned with tokens; None where not asked for
-    # Seconds from the first dispatch, or from when the tokens of the iteration before were back if
-    # that ran still, until the tokens are back.
+    # Seconds until the tokens are back, from the first dispatch, or from when the tokens of the
+    # iteration before were back, if that is later.
     device_s: float
-    # For each prefill, in order, those of its prompt's tokens that its request asked for and still
-    # lacked; empty if no request did.
+    # For each prefill, in order, the log-probabilities of the prompt's tokens that its request
+    # still lacked; empty if no request asks for any.
     prompt_logprobs: list[list[TokenLogprobs]] = field(default_factory=list)
-    # Indices into tokens of those that mean nothing, as the logits they come from are not finite.
+    # Indices into tokens; these tokens mean nothing, as their logits are not finite.
     failed: list[int] = field(default_factory=list)
-    swap_s: float = 0.0  # of device_s, until blocks were swapped out and in
+    swap_s: float = 0.0  # the part of device_s that went by swapping blocks
 
 
 class Executor(Protocol):
     """Runs an iteration. Scheduler and memory manager cannot tell which kind this is.
 
-    One that keeps nothing on a device inherits from this what is about losing it.
+    An executor without a cache on a device inherits `cache_is_lost` and `reset_cache`.
     """
 
     def execute(self, batch: ScheduledBatch) -> StepResult:
@@ -35,11 +35,11 @@ class Executor(Protocol):
 
     @property
     def cache_is_lost(self) -> bool:
-        """After an iteration that raised: whether all that the cache held went with it."""
+        """Whether an iteration that raised has taken the cache with it."""
         return False
 
     def reset_cache(self) -> None:
-        """Put an empty cache in place of one that is lost."""
+        """Put an empty cache in place of the lost one."""
         return
 
 
@@ -54,8 +54,8 @@ class PipelinedExecutor(Executor, Protocol):
     """Runs an iteration while the host plans the next one."""
 
     def dispatch(self, batch: ScheduledBatch, *, after: Any = None) -> Pending:
-        """Start an iteration, to be run when those dispatched before it are through.
+        """Start an iteration, to be run once the iterations dispatched before it are through.
 
-        ``after``: what the dispatch of the iteration before it returned, if the host has not taken
-        its tokens yet: each decode's input is the token that it samples for that sequence.
+        after: the iteration before, as its dispatch returned it, if the host does not have its
+            tokens yet. Each decode computes the token that this iteration samples for it.
         """

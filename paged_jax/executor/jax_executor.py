@@ -12,14 +12,15 @@ import jax.numpy as jnp
 import numpy as np
 from jax.stages import Lowered
 
-from paged_jax.executor.buckets import bucket_of, padded
+from paged_jax.config import EngineConfig
+from paged_jax.executor.buckets import bucket_of, padded, prefill_buckets
 from paged_jax.executor.compilation import WarmUp
 from paged_jax.executor.decode_rows import DecodeRows, TokenFeed
 from paged_jax.executor.interface import StepResult
-from paged_jax.executor.pending import SCORE_ROWS, Pending, prompt_logprobs
+from paged_jax.executor.pending import SCORE_ROWS, PendingSteps, prompt_logprobs
 from paged_jax.executor.prefill_arrays import PrefillArrays, PrefillShape, prefill_arrays
 from paged_jax.executor.sampling_rows import sampling_batch, sampling_rows
-from paged_jax.executor.swap_pool import SwapPool, read_step, write_step
+from paged_jax.executor.swap_pool import BlockMoves, SwapPool, read_step, write_step
 from paged_jax.memory.interface import MemoryManager
 from paged_jax.models.config import ModelConfig
 from paged_jax.models.params import Params, expected_shapes, nest
@@ -43,34 +44,33 @@ from paged_jax.steps.sampling import ArrayLike, Sampled, SamplingBatch
 class JaxExecutor:
     """Owns parameters and cache; turns scheduled batches into steps.
 
-    The cache is donated to each step and replaced by what comes back. ``params`` may come later
-    than the rest: compiling needs their shapes alone. Steps wait for ``warm_up``, if there is one,
-    to have compiled them.
+    The cache is donated to each step and replaced by the cache that the step returns. `params` may
+    be set later than the rest: compiling needs their shapes alone. A step waits until `warm_up`, if
+    there is one, has compiled it.
     """
 
     def __init__(
         self,
         config: ModelConfig,
+        options: EngineConfig,
+        attention: PagedAttention,
         cache: PagedKVCache,
         memory: MemoryManager,
-        *,
-        attention: PagedAttention,
-        max_num_seqs: int,
-        prefill_buckets: Seq[int],
-        max_prefill_seqs: int,
-        max_model_len: int,
     ):
         self._static: dict[str, Any] = {"config": config, "attention": attention}
         self.params: Params = {}
         self.cache = cache
         self.warm_up: WarmUp | None = None
         self._memory = memory
-        self._max_prefill_seqs = max_prefill_seqs
-        self._max_model_len = max_model_len
-        self._rows = DecodeRows(memory, max_num_seqs=max_num_seqs, max_model_len=max_model_len)
+        self._max_model_len = options.max_model_len
+        self._max_prefill_seqs = max_prefill_seqs = options.max_prefill_seqs
+        max_num_seqs = options.max_num_seqs
+        self._rows = DecodeRows(
+            memory, max_num_seqs=max_num_seqs, max_model_len=options.max_model_len
+        )
         self._swap_pool = SwapPool(cache, memory.num_swap_blocks)
-        self._prefill_buckets = prefill_buckets
-        # With forks a prefill may start as many sequences as can run.
+        self._prefill_buckets = prefill_buckets(options.max_num_batched_tokens)
+        # With forks a prefill may start `max_num_seqs` sequences.
         self._head_buckets = sorted({1, min(4, max_prefill_seqs), max_prefill_seqs, max_num_seqs})
         # Room for the tokens of the widest step, whether it decodes or starts sequences.
         self._feed = TokenFeed(max(self._head_buckets), self._require)
@@ -82,91 +82,67 @@ class JaxExecutor:
         """Run an iteration and wait for its tokens."""
         return self.dispatch(batch).result()
 
-    def dispatch(self, batch: ScheduledBatch, *, after: Pending | None = None) -> Pending:
-        """Prepare all arrays, then hand the steps to the device, and do not wait for them.
+    def dispatch(self, batch: ScheduledBatch, *, after: PendingSteps | None = None) -> PendingSteps:
+        """Prepare all arrays, then hand the steps to the device without waiting for them.
 
-        ``after``: the iteration before, whose tokens the host lacks still. They are what the
-        batch's decodes compute, and go from step to step on the device.
+        after: the iteration before, if the host does not have its tokens yet. The batch decodes
+            these tokens, which then go from step to step on the device.
         """
         config = self._static["config"]
         first_seqs = list(batch.first_sampled())
-        swaps = bool(batch.swap_outs or batch.swap_ins)
-        if batch.resumed or swaps:
+        if batch.resumed or batch.swap_outs or batch.swap_ins:
             # Tables are others than before, perhaps in an iteration that has not been dispatched.
             self._rows.forget()
-        if batch.decodes:
-            tokens: ArrayLike
-            tokens, *rows = self._rows.update(
-                batch.decodes, tables_changed=bool(batch.copies), is_ahead=after is not None
-            )
-            self._require("decode", len(tokens))
-            if after is not None:
-                tokens = self._feed.tokens(batch.decodes, after.steps, len(tokens))
-        else:
-            self._rows.forget()
-        if batch.prefills:
-            layout = self._prefill_layout(batch.prefills)
-            self._require("prefill", len(layout.tokens))
-        if first_seqs:
-            head_rows = self._head_arrays(batch.prefills, first_seqs)
-            self._require("head", len(head_rows[0]))
+        decode = self._decode_arrays(batch, after)
+        prefill = self._prefill_layout(batch.prefills) if batch.prefills else None
+        head = self._head_arrays(batch.prefills, first_seqs) if first_seqs else None
+        copies = self._copy_arrays(batch.copies)
+        swap_outs = self._swap_arrays("read", batch.swap_outs)
+        swap_ins = self._swap_arrays("write", [(block, host) for host, block in batch.swap_ins])
         scores = any(chunk.seq.request.lacks_prompt_logprobs for chunk in batch.prefills)
         if scores:
             self._require("score", SCORE_ROWS)
-        if batch.copies:
-            copies = self._copy_arrays(batch.copies)
-            for arrays in copies:
-                self._require("copy", len(arrays[0]))
-        for step, moves in (("read", batch.swap_outs), ("write", batch.swap_ins)):
-            for blocks, _ in self._swap_pool.parts(moves):
-                self._require(step, len(blocks))
 
         start = time.perf_counter()
-        if swaps:
-            self._swap(batch)
-        swap_s = time.perf_counter() - start if swaps else 0.0
+        swap_s = 0.0
+        if swap_outs or swap_ins:
+            self._swap(swap_outs, swap_ins)
+            swap_s = time.perf_counter() - start
         steps: list[tuple[list[Sequence], Sampled]] = []
         last = None
-        if batch.copies:
+        score: Callable[[], list[list[TokenLogprobs]]] = list
+        if copies:
             for arrays in copies:
                 self.cache = copy_step(self.cache, *arrays)
             self._memory.take_copies()
-        if batch.decodes:
-            self.cache, sampled = decode_step(
-                self.params, self.cache, tokens, *rows, **self._static
-            )
+        if decode:
+            self.cache, sampled = decode_step(self.params, self.cache, *decode, **self._static)
             steps.append((batch.decodes, sampled))
-        if batch.prefills:
+        if prefill:
             self.cache, (last, hidden) = prefill_step(
-                self.params, self.cache, *layout, **self._static
+                self.params, self.cache, *prefill, **self._static
             )
-            if first_seqs:
-                sampled = head_step(self.params, last, *head_rows, config=config)
-                steps.append((first_seqs, sampled))
+            if head:
+                steps.append((first_seqs, head_step(self.params, last, *head, config=config)))
+            if scores:
+                step = partial(score_step, self.params, config=config)
+                score = partial(prompt_logprobs, batch.prefills, hidden, step)
+        return PendingSteps(steps, last, score, start_s=start, swap_s=swap_s, after=after)
 
-        def score() -> list[list[TokenLogprobs]]:
-            step = partial(score_step, self.params, config=config)
-            return prompt_logprobs(batch.prefills, hidden, step) if scores else []
-
-        return Pending(steps, last, score, start_s=start, swap_s=swap_s, after=after)
-
-    def _swap(self, batch: ScheduledBatch) -> None:
-        """Move blocks to host memory, then others from there, and wait until they are."""
+    def _swap(self, outs: list[BlockMoves], ins: list[BlockMoves]) -> None:
+        """Move blocks to host memory, then others from there, and wait for the moves."""
         pool = self._swap_pool
-        for blocks, hosts in pool.parts(batch.swap_outs):
+        for blocks, hosts in outs:
             pool.put(hosts, read_step(self.cache, blocks))
         self._memory.take_swap_outs()
-        for blocks, hosts in pool.parts([(block, host) for host, block in batch.swap_ins]):
+        for blocks, hosts in ins:
             self.cache = write_step(self.cache, pool.get(hosts, len(blocks)), blocks)
         jax.block_until_ready(jax.tree.leaves(self.cache))
         self._memory.take_swaps()
 
     @property
     def cache_is_lost(self) -> bool:
-        """Whether a step that failed has taken the cache with it: donated, or not computed.
-
-        So it is as well if there was no room for the one that was to take its place.
-        """
+        """Whether the cache is gone: a step took it and failed, or an empty one had no room."""
         leaves = jax.tree.leaves(self.cache)
         if any(not isinstance(leaf, jax.Array) or leaf.is_deleted() for leaf in leaves):
             return True
@@ -178,7 +154,7 @@ class JaxExecutor:
 
     def reset_cache(self) -> None:
         """Start again with an empty cache of the same shape."""
-        # The old one goes first: there may be no room for both.
+        # The old cache goes first: there may be no room for both.
         self.cache = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), self.cache)
         self.cache = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), self.cache)
         self._rows.forget()
@@ -187,11 +163,31 @@ class JaxExecutor:
         if self.warm_up is not None:
             self.warm_up.require(f"{step} {bucket}")
 
+    # Arrays of the steps, each of which is compiled by the time that its arrays are returned
+
+    def _decode_arrays(
+        self, batch: ScheduledBatch, after: PendingSteps | None
+    ) -> tuple[ArrayLike, np.ndarray, np.ndarray, np.ndarray, SamplingBatch] | None:
+        """Arguments of `decode_step`; None if the batch decodes nothing."""
+        if not batch.decodes:
+            self._rows.forget()
+            return None
+        rows = self._rows.update(
+            batch.decodes, tables_changed=bool(batch.copies), is_ahead=after is not None
+        )
+        bucket = len(rows[0])
+        self._require("decode", bucket)
+        if after is None:
+            return rows
+        return self._feed.tokens(batch.decodes, after.steps, bucket), *rows[1:]
+
     def _prefill_layout(self, chunks: list[PrefillChunk]) -> PrefillArrays:
+        """Arguments of `prefill_step`."""
         num_tokens = sum(chunk.num_tokens for chunk in chunks)
         bucket = bucket_of(self._prefill_buckets, num_tokens)
         self.num_prefill_tokens += bucket
         self.num_padded_tokens += bucket - num_tokens
+        self._require("prefill", bucket)
         return self._prefill_arrays(chunks, bucket)
 
     def _prefill_arrays(self, chunks: list[PrefillChunk], bucket: int) -> PrefillArrays:
@@ -204,21 +200,28 @@ class JaxExecutor:
         )
 
     def _copy_arrays(self, copies: list[tuple[int, int]]) -> list[tuple[np.ndarray, np.ndarray]]:
-        """(sources, targets) of as many steps as it takes, which may be made in any order.
+        """Arguments (sources, targets) of as many `copy_step`s as it takes, in any order.
 
         They are filled up with copies of the null block to itself.
         """
         steps = []
         for part in batched(copies, self._copy_buckets[-1]):
             bucket = bucket_of(self._copy_buckets, len(part))
+            self._require("copy", bucket)
             sources, targets = zip(*part, strict=True)
             steps.append((padded(sources, bucket), padded(targets, bucket)))
         return steps
 
+    def _swap_arrays(self, step: str, moves: list[tuple[int, int]]) -> list[BlockMoves]:
+        parts = list(self._swap_pool.parts(moves))
+        for blocks, _ in parts:
+            self._require(step, len(blocks))
+        return parts
+
     def _head_arrays(
         self, chunks: list[PrefillChunk], seqs: list[Sequence]
     ) -> tuple[np.ndarray, np.ndarray, SamplingBatch]:
-        """(rows, positions, sampling) of the prompts that complete; forks repeat their row."""
+        """Arguments of `head_step` for the prompts that complete; forks repeat their row."""
         rows = [
             row
             for row, chunk in enumerate(chunks)
@@ -226,6 +229,7 @@ class JaxExecutor:
             for _ in (chunk.seq, *chunk.forks)
         ]
         bucket = bucket_of(self._head_buckets, len(rows))
+        self._require("head", bucket)
         history: ArrayLike = self._rows.no_history(bucket)
         if any(seq.needs_history for seq in seqs):
             history = np.zeros((bucket, self._max_model_len), np.int32)
@@ -238,7 +242,7 @@ class JaxExecutor:
     def lowerings(self) -> dict[str, Callable[[], Lowered]]:
         """Every step that can occur, by name, as a function that traces it for compilation.
 
-        Those that a first request needs come first.
+        The steps that a first request needs come first.
         """
         config, dtype = self._static["config"], self.cache.k[0].dtype
         shapes = expected_shapes(config)
@@ -288,14 +292,16 @@ class JaxExecutor:
             return take_step.lower(self._feed.empty, np.zeros(bucket, np.int32))
 
         sampled_buckets = sorted({*self._rows.buckets, *self._head_buckets})
-        return {
-            **{f"head {bucket}": partial(head, bucket) for bucket in self._head_buckets},
-            **{f"prefill {bucket}": partial(prefill, bucket) for bucket in self._prefill_buckets},
-            **{f"decode {bucket}": partial(decode, bucket) for bucket in self._rows.buckets},
-            **{f"copy {bucket}": partial(copy, bucket) for bucket in self._copy_buckets},
-            f"score {SCORE_ROWS}": partial(score, SCORE_ROWS),
-            **{f"read {bucket}": partial(read, bucket) for bucket in self._swap_pool.buckets},
-            **{f"write {bucket}": partial(write, bucket) for bucket in self._swap_pool.buckets},
-            **{f"hold {bucket}": partial(hold, bucket) for bucket in sampled_buckets},
-            **{f"take {bucket}": partial(take, bucket) for bucket in self._rows.buckets},
+        steps: dict[Callable[[int], Lowered], Seq[int]] = {
+            head: self._head_buckets,
+            prefill: self._prefill_buckets,
+            decode: self._rows.buckets,
+            copy: self._copy_buckets,
+            score: [SCORE_ROWS],
+            read: self._swap_pool.buckets,
+            write: self._swap_pool.buckets,
+            hold: sampled_buckets,
+            take: self._rows.buckets,
         }
+        sizes = ((lower, bucket) for lower, buckets in steps.items() for bucket in buckets)
+        return {f"{lower.__name__} {bucket}": partial(lower, bucket) for lower, bucket in sizes}

@@ -1,4 +1,4 @@
-"""An iteration that the device has been given and has not answered yet."""
+"""The steps of a batch in flight: the device has been given them and has not answered yet."""
 
 import time
 from collections.abc import Callable
@@ -13,7 +13,7 @@ from paged_jax.scheduling.batch import PrefillChunk
 from paged_jax.scheduling.request import Sequence
 from paged_jax.steps.sampling import ArrayLike, Sampled
 
-# A prompt's tokens are scored so many at a time: their logits over the vocabulary are large.
+# Tokens of a prompt that are scored at a time: their logits over the vocabulary are large.
 SCORE_ROWS = 64
 
 # (log-probabilities of the tokens f32[N], likeliest tokens i32[N, K], theirs f32[N, K])
@@ -21,7 +21,7 @@ Scores = tuple[ArrayLike, ArrayLike, ArrayLike]
 
 
 def sampled_logprobs(seqs: list[Sequence], sampled: Sampled) -> list[TokenLogprobs | None]:
-    """Of each row's sampled token; fetched only where a sequence asks for them."""
+    """Log-probabilities of each row's token; fetched only where a sequence asks for them."""
     counts = [_num_logprobs(seq) for seq in seqs]
     if all(count is None for count in counts):
         return [None] * len(seqs)
@@ -44,9 +44,9 @@ def prompt_logprobs(
     hidden: ArrayLike,  # [N, E], of the chunks' tokens, packed
     score: Callable[[np.ndarray, np.ndarray], Scores],  # hidden [SCORE_ROWS, E], next tokens
 ) -> list[list[TokenLogprobs]]:
-    """For each chunk what its request lacks of its prompt, as far as the chunk reaches.
+    """For each chunk, the log-probabilities of the prompt's tokens that its request still lacks.
 
-    A token is scored by the hidden state of the one before it.
+    A token is scored by the hidden state of the token before it.
     """
     states = np.asarray(hidden)
     found, at = [], 0  # the chunk's first packed token
@@ -69,7 +69,7 @@ def prompt_logprobs(
 
 
 def _to_host(scores: Scores, counts: list[int]) -> list[TokenLogprobs]:
-    """Of the leading rows, each with so many of its likeliest tokens."""
+    """The leading rows; `counts` says how many likeliest tokens each row keeps."""
     own, top_tokens, top = map(np.asarray, scores)
     return [
         TokenLogprobs(
@@ -80,22 +80,22 @@ def _to_host(scores: Scores, counts: list[int]) -> list[TokenLogprobs]:
     ]
 
 
-class Pending:
+class PendingSteps:
     """Steps in flight; the host is free until it asks for their `result`.
 
-    The device works on one iteration after the other: the time of one that was dispatched `after`
-    another counts from when that one's tokens were back.
+    The device works on one iteration after the other: if these steps were dispatched `after`
+    another iteration, their time counts from when that iteration's tokens were back.
     """
 
     def __init__(
         self,
-        steps: list[tuple[list[Sequence], Sampled]],  # those that sample, and for whom
-        last: jax.Array | None,  # what is computed last, unless it is sampled
-        score: Callable[[], list[list[TokenLogprobs]]],  # of the prompts' own tokens
+        steps: list[tuple[list[Sequence], Sampled]],  # sequences and the tokens sampled for them
+        last: jax.Array | None,  # the array that is computed last, unless it is sampled
+        score: Callable[[], list[list[TokenLogprobs]]],  # scores the prompts' own tokens
         *,
         start_s: float,  # when the first step was dispatched, by `time.perf_counter`
         swap_s: float = 0.0,  # seconds since then that went by swapping
-        after: "Pending | None" = None,
+        after: "PendingSteps | None" = None,
     ):
         self.steps = steps
         self._last = last
@@ -125,6 +125,6 @@ class Pending:
         start_s = self._start_s
         if self._after is not None:
             start_s = max(start_s, self._after._end_s)
-            self._after = None  # which keeps its own arrays
+            self._after = None  # it would keep its arrays alive
         device_s = self._end_s - start_s
         return StepResult(tokens, logprobs, device_s, scored, failed, self._swap_s)

@@ -7,7 +7,7 @@ import numpy as np
 from paged_jax.scheduling.request import Sequence
 from paged_jax.steps.sampling import MAX_END_TOKENS, ArrayLike, SamplingBatch
 
-# One row; names as in SamplingBatch, whose flags are those of any row.
+# One row; names as in SamplingBatch, a flag of which is set if any row sets it.
 ROW = np.dtype(
     [
         ("temperature", np.float32),
@@ -29,13 +29,13 @@ ROW = np.dtype(
 )
 _FLAGS = ("adjusts", "draws", "filters", "wants_logprobs")
 _NO_END_TOKENS = (-1,) * MAX_END_TOKENS
-# Of the device's types; beyond them a parameter's effect does not change.
+# Limits of the device's types; beyond them a parameter's effect does not change.
 _MAX_INT = int(np.iinfo(np.int32).max)
 _MAX_FLOAT = float(np.finfo(np.float32).max)
 
 
 def sampling_rows(seqs: Iterable[Sequence], num_rows: int) -> np.ndarray:
-    """Rows of ``seqs``, then greedy ones up to ``num_rows``: an array of `ROW`."""
+    """Rows of `seqs`, then greedy rows up to `num_rows`: an array of `ROW`."""
     rows = np.zeros(num_rows, ROW)
     rows["end_tokens"] = -1
     rows["top_p"] = rows["repetition_penalty"] = 1
@@ -72,7 +72,7 @@ def sampling_row(seq: Sequence) -> tuple[object, ...]:
 
 
 def sampling_batch(rows: np.ndarray, history: ArrayLike) -> SamplingBatch:
-    """The batch that the device takes; ``history`` ``i32[len(rows), H]``."""
+    """The batch that the device takes; `history`: `i32[len(rows), H]`."""
     values = {name: rows[name] for name in ROW.names or () if name not in _FLAGS}
     flags = {name: np.asarray(rows[name].any()) for name in _FLAGS}
     return SamplingBatch(**values, **flags, history=history)

@@ -11,8 +11,12 @@ from jax import Array
 from paged_jax.executor.buckets import bucket_of, padded
 from paged_jax.steps.kv_cache import PagedKVCache, read_blocks, write_blocks
 
-STAGING_BYTES = 64 << 20  # at most, of what one step moves: it takes as much on the device besides
+# A step moves at most this much, and takes as much memory on the device besides.
+STAGING_BYTES = 64 << 20
 MAX_STEP_BLOCKS = 64
+
+# Blocks of one step: (device blocks i32[N], filled up with the null block; host blocks)
+BlockMoves = tuple[np.ndarray, list[int]]
 
 
 @jax.jit
@@ -20,7 +24,7 @@ def read_step(
     cache: PagedKVCache,
     blocks: Array,  # i32[N]
 ) -> Array:  # [N, 2 * layers, Hk, S, D]
-    """What blocks hold in all layers, to swap them out. The cache stays as it is."""
+    """The contents of blocks in all layers, to swap them out. The cache stays as it is."""
     return read_blocks(cache, blocks)
 
 
@@ -30,18 +34,18 @@ def write_step(
     staged: Array,  # [N, 2 * layers, Hk, S, D], as from read_step
     blocks: Array,  # i32[N], distinct, but for the null block where N was filled up
 ) -> PagedKVCache:
-    """Swap blocks in: they hold in all layers what was read; the cache is donated."""
+    """Write the contents of blocks in all layers, to swap them in; the cache is donated."""
     return write_blocks(cache, staged, blocks)
 
 
 class SwapPool:
-    """``num_blocks`` blocks of all layers in pageable host memory.
+    """`num_blocks` blocks of all layers in pageable host memory.
 
-    A block is contiguous: ``[num_blocks, 2 * layers, Hk, S, D]``. Its pages are the system's until
-    the block is first used. Many blocks go in one step, so that their number costs little.
+    A block is contiguous: `[num_blocks, 2 * layers, Hk, S, D]`. The system gives it memory when it
+    is first used. Many blocks move in one step, so that their number costs little.
 
-    pinned: what is read goes to page-locked memory first, which a GPU writes to directly; what is
-        written XLA stages by itself. None: unless the device is the CPU.
+    pinned: blocks that are read go through page-locked memory, which a GPU writes to directly; XLA
+        stages blocks that are written by itself. None: unless the device is the CPU.
     """
 
     def __init__(self, cache: PagedKVCache, num_blocks: int, *, pinned: bool | None = None):
@@ -53,11 +57,10 @@ class SwapPool:
         self.buckets = [*sizes, largest] if num_blocks else []
         self._is_pinned = jax.default_backend() != "cpu" if pinned is None else pinned
 
-    def parts(self, moves: Sequence[tuple[int, int]]) -> Iterator[tuple[np.ndarray, list[int]]]:
-        """Moves between (device block, host block) in steps, as (device blocks, host blocks).
+    def parts(self, moves: Sequence[tuple[int, int]]) -> Iterator[BlockMoves]:
+        """Moves between (device block, host block), cut into steps of N blocks, N a bucket.
 
-        The former are ``i32[N]``, N being one of the buckets: those that are left over are the
-        null block, and no more than are moved.
+        A step is filled up with at most as many null blocks as it moves blocks.
         """
         start = 0
         while start < len(moves):
@@ -70,13 +73,13 @@ class SwapPool:
             start += bucket
 
     def put(self, hosts: list[int], staged: Array) -> None:
-        """Wait for what has been read ``[N, 2 * layers, Hk, S, D]``, and keep it."""
+        """Wait for blocks that are read, `[N, 2 * layers, Hk, S, D]`, and keep them."""
         if self._is_pinned:
             staged = jax.device_put(staged, staged.sharding.with_memory_kind("pinned_host"))
         self.blocks[hosts] = np.asarray(staged)[: len(hosts)]
 
     def get(self, hosts: list[int], bucket: int) -> np.ndarray:
-        """What host blocks hold, to be written: ``[bucket, 2 * layers, Hk, S, D]``."""
+        """Contents of host blocks, to be written: `[bucket, 2 * layers, Hk, S, D]`."""
         staged = np.zeros((bucket, *self.blocks.shape[1:]), self.blocks.dtype)
         np.take(self.blocks, hosts, axis=0, out=staged[: len(hosts)])
         return staged

@@ -1,4 +1,4 @@
-"""Paged memory: block tables that grow one block at a time and share what they have in common."""
+"""Paged memory: block tables that grow one block at a time and share their common blocks."""
 
 from bisect import bisect_left
 from collections import Counter
@@ -17,10 +17,10 @@ from paged_jax.memory.usage import MemoryUsage, SharingStats
 class BlockManager:
     """Block tables over a pool of `num_blocks` physical blocks, the null block included.
 
-    Implements `paged_jax.memory.interface.MemoryManager`. Without `enable_prefix_caching` blocks
-    are forgotten as soon as nobody holds them: sequences find only what others of the same salt
-    hold at the time, and nothing can be pinned. Sequences are swapped out to `num_swap_blocks`
-    blocks in host memory.
+    Implements `paged_jax.memory.interface.MemoryManager`. Without `enable_prefix_caching` a block's
+    contents are forgotten with its last reference: a sequence finds only blocks that sequences of
+    the same salt hold at the time, and nothing can be pinned. Sequences are swapped out to
+    `num_swap_blocks` blocks in host memory.
     """
 
     def __init__(
@@ -37,19 +37,17 @@ class BlockManager:
         self.stats = SharingStats()
         self._keeps_prefixes = enable_prefix_caching
         self._pool = BlockPool(num_blocks)
+        self.num_total_blocks = self._pool.capacity
         self._ref_counts = self._pool.ref_counts
         self._cache = PrefixCache(block_size)
         self._tables: dict[int, list[int]] = {}
         self._holdings: dict[int, Holding] = {}
         self._swaps = SwapSpace(num_swap_blocks)
+        self.num_swap_blocks = num_swap_blocks
         self._copies: dict[int, int] = {}  # target -> source
         self._pins: dict[tuple[Hashable, tuple[int, ...]], list[int]] = {}  # blocks, one ref each
-        # The sequence that last did not fit, and what was found of it: it will ask again.
+        # The sequence that last did not fit, and its nodes in the prefix cache: it will ask again.
         self._waiting: tuple[int, list[Node]] | None = None
-
-    @property
-    def num_total_blocks(self) -> int:
-        return self._pool.capacity
 
     @property
     def num_free_blocks(self) -> int:
@@ -62,10 +60,6 @@ class BlockManager:
     @property
     def num_pinned_blocks(self) -> int:
         return len(set().union(*self._pins.values()))
-
-    @property
-    def num_swap_blocks(self) -> int:
-        return self._swaps.num_blocks
 
     @property
     def num_free_swap_blocks(self) -> int:
@@ -93,7 +87,7 @@ class BlockManager:
             if self._waiting is not None and self._waiting[0] == seq_id:
                 match = self._waiting[1]
             self._cache.extend(match, salt, token_ids, (num_tokens - 1) // self.block_size)
-        # Nodes before a used one are used: a match is some used ones, then some cached ones.
+        # Nodes before a used node are used: a match is some used nodes, then some cached nodes.
         num_used = bisect_left(match, True, key=lambda node: not self._ref_counts[node.block])
         if num_blocks - num_used + keep_free_blocks > self.num_free_blocks:
             if match:
@@ -101,10 +95,10 @@ class BlockManager:
             return None
         self._waiting = None
         hits = [node.block for node in match]
-        for block in hits:  # first, so that none of them is evicted for the rest
+        for block in hits:  # before the rest is taken, so that none of them is evicted for it
             pool.acquire(block)
         self._tables[seq_id] = hits + self._take(num_blocks - len(hits))
-        self._holdings[seq_id] = Holding(salt, num_tokens, self.block_size, match)
+        self._holdings[seq_id] = Holding(salt, num_tokens, len(match), match[-1] if match else None)
         num_hit_tokens = len(hits) * self.block_size
         if use_cache:
             self.stats.queried_tokens += num_tokens
@@ -114,7 +108,7 @@ class BlockManager:
     def num_blocks_needed(
         self, num_prompt_tokens: int, max_num_tokens: int, num_sequences: int = 1
     ) -> int:
-        """They share the prompt's full blocks, and at worst no other."""
+        """The sequences share the prompt's full blocks, and at worst no others."""
         num_blocks = -(-max_num_tokens // self.block_size)
         num_shared = min(num_prompt_tokens // self.block_size, num_blocks)
         return num_shared + num_sequences * (num_blocks - num_shared)
@@ -139,17 +133,18 @@ class BlockManager:
         shared = table[index]
         (block,) = self._take(1)
         table[index] = block
-        self._pool.release(shared)  # the others hold it still
-        # A block that is itself still to be copied holds nothing yet; its source does.
+        self._pool.release(shared)  # the other sequences still hold it
+        # The target of a pending copy holds nothing yet; its source does.
         self._copies[block] = self._copies.get(shared, shared)
         return True
 
     def _undo_copy(self, source: int) -> int:
-        """Put the last reference to a pending copy's source in place of its target.
+        """Let the sequence that waits for a copy of `source` write `source` itself.
 
-        Nobody else holds the source any more, so who was to write a copy can write the block
-        itself. So all sources are in use, and no source is taken as another copy's target.
-        Returns the target, with that last reference.
+        Called when the last other reference to the source is dropped: no other sequence holds it
+        any more. The source takes the target's place in the table, and the copy is not made. So
+        every pending copy's source is in use, and no source becomes another copy's target.
+        Returns the target, which carries the reference to drop.
         """
         target = next(t for t, s in self._copies.items() if s == source)
         del self._copies[target]
@@ -180,12 +175,14 @@ class BlockManager:
         self.stats.copies += len(copies)
         return copies
 
-    def publish(self, seq_id: int, token_ids: Sequence[int], num_computed_tokens: int) -> None:
+    def commit_full_blocks(
+        self, seq_id: int, token_ids: Sequence[int], num_computed_tokens: int
+    ) -> None:
         holding = self._holdings[seq_id]
-        if num_computed_tokens < holding.next_full:
-            return
         table, size = self._tables[seq_id], self.block_size
         num_full = num_computed_tokens // size
+        if num_full <= holding.num_committed:
+            return
         if num_computed_tokens > len(token_ids) or num_full > len(table):
             raise ValueError(
                 f"sequence {seq_id}: {num_computed_tokens} tokens computed of {len(token_ids)}, "
@@ -194,15 +191,14 @@ class BlockManager:
         nodes = self._cache.add(
             holding.last_node,
             holding.salt,
-            token_ids[holding.num_published * size : num_full * size],
-            table[holding.num_published : num_full],
+            token_ids[holding.num_committed * size : num_full * size],
+            table[holding.num_committed : num_full],
         )
         for node in nodes:
-            if not self._ref_counts[node.block]:  # cached, and now there is one in use
+            if not self._ref_counts[node.block]:  # the new duplicate replaces the cached block
                 self._pool.discard(self._cache.replace(node))
         holding.last_node = nodes[-1]
-        holding.num_published = num_full
-        holding.next_full = (num_full + 1) * size
+        holding.num_committed = num_full
 
     def free(self, seq_id: int, *, discard: bool = False) -> None:
         if seq_id in self._swaps.tables:
@@ -218,7 +214,7 @@ class BlockManager:
     def swap_out(self, seq_ids: Sequence[int]) -> bool:
         sequences: dict[int, tuple[list[int], int, int]] = {}
         for seq_id in seq_ids:
-            # A block that is still to be copied is the same as its source.
+            # The target of a pending copy has the contents of its source.
             contents = [self._copies.get(block, block) for block in self._tables[seq_id]]
             holding = self._holdings[seq_id]
             sequences[seq_id] = contents, holding.num_full, holding.num_prefill_tokens
@@ -241,7 +237,7 @@ class BlockManager:
         matches: dict[int, list[Node]] = {seq_id: [] for seq_id in seq_ids}
         device_of: dict[int, int] = {}  # by host block
         for seq_id, match in matches.items():
-            # Blocks beyond `num_full` it is still to write.
+            # The sequence is still to write its blocks beyond `num_full`.
             self._cache.extend(match, salt, token_ids[seq_id], swapped[seq_id].num_full)
             hits = (node.block for node in match)
             device_of.update(zip(swapped[seq_id].blocks, hits, strict=False))
@@ -250,7 +246,7 @@ class BlockManager:
         num_unused = sum(not self._ref_counts[block] for block in set(device_of.values()))
         if len(to_move) + num_unused + keep_free_blocks > self.num_free_blocks:
             return False
-        for host, block in device_of.items():  # first, so that none of them is evicted
+        for host, block in device_of.items():  # before others are taken, so that none is evicted
             for _ in range(num_holders[host]):
                 pool.acquire(block)
         for host, block in zip(to_move, self._take(len(to_move)), strict=True):
@@ -260,13 +256,10 @@ class BlockManager:
             device_of[host] = block
         for seq_id, (hosts, num_full, num_prefill_tokens, _) in swapped.items():
             self._tables[seq_id] = [device_of[host] for host in hosts]
+            match = matches[seq_id]
+            last_node = match[-1] if match else None
             self._holdings[seq_id] = Holding(
-                salt,
-                num_prefill_tokens,
-                self.block_size,
-                matches[seq_id],
-                num_restored=num_full,
-                shares=len(swapped) > 1,
+                salt, num_prefill_tokens, len(match), last_node, num_full, shares=len(swapped) > 1
             )
             self._swaps.restore(seq_id)
         return True
@@ -327,7 +320,7 @@ class BlockManager:
             raise ValueError(f"sequence {seq_id} has a block table already")
 
     def _take(self, count: int) -> list[int]:
-        """Take blocks of which the caller knows that there are enough."""
+        """Take blocks; the caller has checked that there are enough."""
         pool = self._pool
         for _ in range(count - pool.num_free):
             self._cache.forget(pool.evict())
@@ -335,10 +328,10 @@ class BlockManager:
         return pool.allocate(count)
 
     def _release(self, blocks: list[int]) -> int | None:
-        """Drop a reference to each block of a table; returns the first that is cached by that.
+        """Drop a reference to each block of a table; returns the first that becomes cached by that.
 
-        The last block goes first: it is then evicted before those that lead to it, and the stack
-        of free blocks hands them out in the same order again.
+        The last block goes first: it is then evicted before the blocks that lead to it, and the
+        stack of free blocks hands them out in the same order again.
         """
         pool, ref_counts, first_kept = self._pool, self._ref_counts, None
         for block in reversed(blocks):
@@ -380,8 +373,8 @@ class BlockManager:
         assert all(len(set(table)) == len(table) for table in tables), "a block is in a table twice"
         assert self._tables.keys() == self._holdings.keys()
         for seq_id, holding in self._holdings.items():
-            published = self._tables[seq_id][: holding.num_published]
-            self._cache.check_chain(holding.last_node, holding.salt, published)
+            committed = self._tables[seq_id][: holding.num_committed]
+            self._cache.check_chain(holding.last_node, holding.salt, committed)
         copied = {*self._copies, *self._copies.values()}
         assert all(self._ref_counts[block] for block in copied), "a copy of or to an unused block"
         assert self._copies.keys().isdisjoint(self._copies.values()), "a copy of a copy's target"

@@ -1,4 +1,4 @@
-"""Physical blocks: which are free, which are cached, and how often each of the others is held."""
+"""Physical blocks: which are free, which are cached, and the references to all others."""
 
 from collections import OrderedDict
 
@@ -10,15 +10,17 @@ class BlockPool:
 
     A block is in exactly one state:
 
-    - used: held by at least one reference;
-    - cached: held by nobody, its contents kept until the block is needed;
-    - free: held by nobody, its contents worthless.
+    | state  | references   | contents                          |
+    |--------|--------------|-----------------------------------|
+    | used   | at least one | of the sequences that hold it     |
+    | cached | none         | kept until the block is needed    |
+    | free   | none         | worthless                         |
 
-    The free list is a stack: recently freed blocks are reused first. Cached blocks stand in the
-    order in which they were let go, so the first of them is the least recently used.
+    The free list is a stack: the block freed last is reused first. Cached blocks stand in the order
+    in which their last reference was dropped, so the first is the least recently used.
     """
 
-    __slots__ = ("_cached", "_free", "num_blocks", "ref_counts")
+    __slots__ = ("_cached", "_free", "capacity", "num_blocks", "ref_counts")
 
     def __init__(self, num_blocks: int):
         if num_blocks < 2:
@@ -26,19 +28,15 @@ class BlockPool:
                 f"num_blocks must be at least 2 (block 0 is the null block), got {num_blocks}"
             )
         self.num_blocks = num_blocks
+        self.capacity = num_blocks - 1  # blocks that can be handed out, used or not
         self._free = list(range(num_blocks - 1, NULL_BLOCK, -1))
         self._cached: OrderedDict[int, None] = OrderedDict()
-        # References held to each block. Others only read it; it is public for loops that are hot.
+        # References to each block; public for hot loops, which only read it.
         self.ref_counts = [0] * num_blocks
 
     @property
-    def capacity(self) -> int:
-        """Blocks that can be handed out in all."""
-        return self.num_blocks - 1
-
-    @property
     def num_free(self) -> int:
-        """Blocks that `allocate` can hand out; cached ones only once they are evicted."""
+        """Blocks that `allocate` can hand out; a cached block counts once it is evicted."""
         return len(self._free)
 
     @property
@@ -52,7 +50,7 @@ class BlockPool:
 
     @property
     def num_used(self) -> int:
-        return self.num_blocks - 1 - len(self._free) - len(self._cached)
+        return self.capacity - len(self._free) - len(self._cached)
 
     def allocate(self, count: int) -> list[int]:
         """Take `count` free blocks, each with one reference; RuntimeError if there are fewer."""
@@ -80,7 +78,7 @@ class BlockPool:
     def release(self, block: int, *, keep: bool = False) -> None:
         """Drop a reference; RuntimeError if there is none.
 
-        The last one frees the block, or makes it the newest of those cached if `keep`.
+        Dropping the last one frees the block, or makes it the newest cached block if `keep`.
         """
         count = self.ref_counts[block]
         if count == 0:
@@ -93,12 +91,12 @@ class BlockPool:
                 self._free.append(block)
 
     def exchange(self, block: int, other: int) -> None:
-        """Let two blocks in use change places: each has the references that the other had."""
+        """Let two used blocks exchange their references."""
         counts = self.ref_counts
         counts[block], counts[other] = counts[other], counts[block]
 
     def evict(self) -> int:
-        """Free the least recently used of the cached blocks; KeyError if there is none."""
+        """Free the least recently used cached block and return it; KeyError if there is none."""
         block, _ = self._cached.popitem(last=False)
         self._free.append(block)
         return block

@@ -1,9 +1,9 @@
 """Buddy allocation: consecutive units in chunks of 1, 2, 4, ... (Knuth, TAOCP, section 2.5).
 
-A chunk of `2**order` units begins at a multiple of its size. Split in halves, these are each
-other's buddies: their addresses differ in the bit `order` alone. A chunk that is freed merges with
-its buddy as long as that is free as a whole. So an aligned range of `2**order` units is free if and
-only if it lies in a free chunk.
+A chunk of `2**order` units begins at a multiple of its size. The two halves of a chunk are buddies:
+their addresses differ in one bit, that of their size. A freed chunk merges with its buddy as long
+as the buddy is free as a whole. So an aligned range of `2**order` units is free if and only if it
+lies in a free chunk.
 
 A pool whose size is no power of two begins as the chunks of its binary digits, the largest first: a
 chunk's buddy is then either in the pool as a whole or never free.
@@ -13,14 +13,14 @@ from bisect import bisect_left, insort
 
 
 def order_of(num_units: int) -> int:
-    """Of the smallest chunk with so many units, at least one."""
+    """The order of the smallest chunk that has `num_units` units, at least one."""
     return (num_units - 1).bit_length()
 
 
 class BuddyAllocator:
-    """Hands out chunks of the units 0 to `num_units` - 1, from the lowest address that does.
+    """Hands out chunks of the units 0 to `num_units` - 1.
 
-    It takes the smallest free chunk in which one of the order asked for fits.
+    Each comes from the smallest free chunk in which it fits, at the lowest address.
     """
 
     __slots__ = ("_free", "_orders", "num_free", "num_units")
@@ -29,7 +29,7 @@ class BuddyAllocator:
         if num_units < 1:
             raise ValueError(f"a pool has at least one unit, got {num_units}")
         self.num_units = self.num_free = num_units
-        self._orders: dict[int, int] = {}  # of chunks handed out, by address
+        self._orders: dict[int, int] = {}  # address -> order, of chunks handed out
         # Addresses of free chunks by order, each list ascending.
         self._free: list[list[int]] = [[] for _ in range(num_units.bit_length())]
         start = 0
@@ -59,7 +59,7 @@ class BuddyAllocator:
             return None
         start = self._free[found].pop(0)
         for half in reversed(range(order, found)):
-            self._free[half].append(start + (1 << half))  # its list is empty: none was found there
+            self._free[half].append(start + (1 << half))  # the list is empty, so it stays sorted
         self._orders[start] = order
         self.num_free -= 1 << order
         return start

@@ -1,21 +1,23 @@
 """Contiguous memory: each sequence in one piece, reserved when it is admitted (section 6.1, Orca).
 
-The paper's baselines are three ways to say how much to reserve (`reservations.py`), over one buddy
-allocator. It rounds what is reserved up to a chunk of a power of two blocks, which `usage` splits:
+The paper's baselines are three reservations, functions that say how many slots to reserve, over one
+buddy allocator. It rounds a reservation up to a chunk of a power of two blocks, which `usage`
+splits:
 
     |<---------------------------------- chunk --------------------------------->|
     | computed      | to come      | never used           | rounding              |
       token states    reserved       internal               external
 
 "To come" ends where the sequence does, as far as `max_num_tokens` tells: exactly, if it runs to its
-full length, as requests of a trace do. The paper's Figure 2 counts the rounding of the allocator as
-external fragmentation, for its Orca (Oracle) has no internal one. External are further the holes
-too small for what waits: for the sequence that was last refused, until memory is freed; and those
-too small for any.
+full length, as requests of a trace do. The allocator's rounding counts as external fragmentation,
+as in the paper's Figure 2, where Orca (Oracle) has no internal one. External are also holes too
+small for the sequence that was last refused, until memory is freed, and holes too small for any
+sequence.
 
-Sequences that branch off one another get a chunk each. While two have written nothing of their own
-they hold the same one; who is first to write moves to another, and all of its blocks are copied, as
-systems without paging do (section 4.4). `num_sequences` of `allocate` reserves these chunks ahead.
+Sequences that branch off one another get a chunk each. Until a sequence writes something of its
+own, it holds the chunk of the sequence that it branched off. The first to write moves to another
+chunk, and all of its blocks are copied, as systems without paging do (section 4.4). `allocate`
+reserves a chunk for each of `num_sequences`.
 """
 
 from collections import Counter
@@ -26,22 +28,25 @@ from paged_jax.memory.buddy import BuddyAllocator, order_of
 from paged_jax.memory.interface import Swaps
 from paged_jax.memory.usage import MemoryUsage, SharingStats
 
+FIRST_BLOCK = NULL_BLOCK + 1  # stands for the buddy allocator's first unit
+
+# (num_prompt_tokens, max_num_tokens, max_model_len) -> slots to reserve
 Reservation = Callable[[int, int, int], int]
 
 
 def reserve_max(num_prompt_tokens: int, max_num_tokens: int, max_model_len: int) -> int:
-    """Orca (Max): as many as the longest sequence has tokens."""
+    """Orca (Max): as many slots as the longest sequence has tokens."""
     return max_model_len
 
 
 def reserve_pow2(num_prompt_tokens: int, max_num_tokens: int, max_model_len: int) -> int:
-    """Orca (Pow2): the output rounded up to a power of two, so at most twice what it needs."""
+    """Orca (Pow2): the output rounded up to a power of two, at most twice what it needs."""
     num_output_tokens = max_num_tokens + 1 - num_prompt_tokens  # the last one needs no slot
     return min(num_prompt_tokens + (1 << order_of(num_output_tokens)), max_model_len)
 
 
 def reserve_oracle(num_prompt_tokens: int, max_num_tokens: int, max_model_len: int) -> int:
-    """Orca (Oracle): what is needed. The length of the output is known if nothing ends it early."""
+    """Orca (Oracle): what the sequence needs; its length is known if nothing ends it early."""
     return max_num_tokens
 
 
@@ -52,30 +57,29 @@ RESERVATIONS: dict[str, Reservation] = {
 }
 
 
-FIRST_BLOCK = NULL_BLOCK + 1  # stands for the buddy allocator's first unit
-
-
 class _Family:
     """Sequences that branched off one another: they hold chunks of one size."""
 
     __slots__ = ("max_num_tokens", "num_chunks", "num_promised", "num_seqs", "num_slots", "spare")
 
     def __init__(self, num_slots: int, max_num_tokens: int, chunks: list[int]):
-        self.num_slots = num_slots  # reserved for each
-        self.max_num_tokens = max_num_tokens  # of these, the ones that will be used
+        self.num_slots = num_slots  # reserved for each sequence
+        self.max_num_tokens = max_num_tokens  # slots of these that will be used
         self.num_seqs = 1
         self.num_promised = len(chunks) - 1  # sequences still to branch off, each with its chunk
         self.num_chunks = len(chunks)
-        self.spare = chunks[1:]  # chunks that no sequence is in
+        self.spare = chunks[1:]  # chunks that no sequence holds
 
 
 class ContiguousManager:
     """Reserves consecutive blocks of a pool of `num_blocks`, the null block included.
 
-    Implements `paged_jax.memory.interface.MemoryManager`. Sequences never grow beyond what is
-    reserved, so `append` takes memory only for those that branched off without a reservation, and
-    `allocate` keeps no blocks free for others to grow. There is no prefix cache.
+    Implements `paged_jax.memory.interface.MemoryManager`, without prefix cache, pins and swapping.
+    No sequence grows beyond its reservation, so `append` takes memory only for sequences that
+    branched off without a reservation, and `allocate` keeps no blocks free for others to grow.
     """
+
+    num_cached_blocks = num_pinned_blocks = num_swap_blocks = num_free_swap_blocks = 0
 
     def __init__(
         self, num_blocks: int, block_size: int, *, max_model_len: int, reservation: Reservation
@@ -86,7 +90,8 @@ class ContiguousManager:
         self.stats = SharingStats()
         self._reserve = reservation
         self._max_model_len = max_model_len
-        self._buddy = BuddyAllocator(num_blocks - 1)
+        self.num_total_blocks = num_blocks - 1
+        self._buddy = BuddyAllocator(self.num_total_blocks)
         least = reservation(1, 1, max_model_len)
         self._smallest_order = self._order(least)
         if not self._buddy.capacity(self._smallest_order):
@@ -97,36 +102,16 @@ class ContiguousManager:
             )
         self._families: dict[int, _Family] = {}  # by sequence
         self._tables: dict[int, list[int]] = {}
-        self._num_holders: Counter[int] = Counter()  # of each chunk that sequences are in
+        self._num_holders: Counter[int] = Counter()  # sequences that hold a chunk, by chunk
         self._moves: dict[int, tuple[int, int]] = {}  # chunk -> (copied from, blocks), pending
-        self._refused_order = 0  # of the chunk last refused; 0 once memory has been freed
-        # Sums in slots: of all chunks held, of what is reserved in them, of what will be used.
+        self._refused_order = 0  # order of the chunk last refused; 0 once memory has been freed
+        # Slots of all chunks held, reserved slots of these, slots of these that will be used.
         self._chunk_slots = self._reserved_slots = self._used_slots = 0
-        self._shared_slots = 0  # that sequences would hold besides if none shared a chunk
-
-    @property
-    def num_total_blocks(self) -> int:
-        return self._buddy.num_units
+        self._shared_slots = 0  # slots that sequences would hold besides if none shared a chunk
 
     @property
     def num_free_blocks(self) -> int:
         return self._buddy.num_free
-
-    @property
-    def num_cached_blocks(self) -> int:
-        return 0
-
-    @property
-    def num_pinned_blocks(self) -> int:
-        return 0
-
-    @property
-    def num_swap_blocks(self) -> int:
-        return 0
-
-    @property
-    def num_free_swap_blocks(self) -> int:
-        return 0
 
     def num_blocks_needed(
         self, num_prompt_tokens: int, max_num_tokens: int, num_sequences: int = 1
@@ -151,13 +136,13 @@ class ContiguousManager:
         if not token_ids:
             raise ValueError(f"sequence {seq_id} has no tokens")
         needed = max(max_num_tokens, len(token_ids))
-        # What comes back with tokens of its own takes as much as before: more might never fit.
+        # A preempted sequence reserves as much as at first, for its prompt: more might never fit.
         num_prompt = len(token_ids) if num_prompt_tokens is None else num_prompt_tokens
         num_slots = self._reserve(num_prompt, needed, self._max_model_len)
         if num_slots < needed:
             raise ValueError(f"sequence {seq_id}: {num_slots} slots reserved, {needed} needed")
         order, buddy = self._order(num_slots), self._buddy
-        # Where they never fit side by side, those left over come in on their own, later.
+        # Where they never fit side by side, the sequences left over come in on their own, later.
         num_chunks = max(1, min(num_sequences, buddy.capacity(order)))
         if buddy.num_free_chunks(order) < num_chunks:
             self._refused_order = order
@@ -176,7 +161,7 @@ class ContiguousManager:
             raise ValueError(
                 f"sequence {seq_id}: {num_tokens} slots asked for, {family.num_slots} reserved"
             )
-        if family.num_promised:  # who has not branched off by now comes in on its own
+        if family.num_promised:  # a sequence that has not branched off by now comes in on its own
             family.num_promised = 0
             self._give_back(family)
         table = self._tables[seq_id]
@@ -194,7 +179,7 @@ class ContiguousManager:
             own = self._take(order)
             family.num_chunks += 1
             self._account(family, 1)
-        # A chunk that is itself still to be copied holds nothing yet; its source does.
+        # The target of a pending copy holds nothing yet; its source does.
         source, _ = self._moves.get(chunk, (chunk, 0))
         self._moves[own] = source, -(-num_computed // self.block_size)
         self._num_holders[chunk] -= 1
@@ -231,8 +216,10 @@ class ContiguousManager:
         self.stats.copies += len(copies)
         return copies
 
-    def publish(self, seq_id: int, token_ids: Sequence[int], num_computed_tokens: int) -> None:
-        """Others find nothing: what is contiguous cannot begin with blocks of somebody else."""
+    def commit_full_blocks(
+        self, seq_id: int, token_ids: Sequence[int], num_computed_tokens: int
+    ) -> None:
+        """Nothing to commit: a contiguous sequence cannot begin with another one's blocks."""
 
     def free(self, seq_id: int, *, discard: bool = False) -> None:
         chunk = self._tables.pop(seq_id)[0] - FIRST_BLOCK
@@ -250,9 +237,9 @@ class ContiguousManager:
         self._give_back(family)
 
     def _undo_move(self, source: int, family: _Family) -> int:
-        """Put a chunk that nobody holds any more in place of one that is to be copied from it.
+        """Put a chunk without holders in the place of the chunk that is to be copied from it.
 
-        So nobody gets a chunk that is still to be read. Returns the other one, which is free.
+        So no chunk is free while it is still to be read. Returns the other chunk, which is free.
         """
         target = next(t for t, (s, _) in self._moves.items() if s == source)
         del self._moves[target]
@@ -334,7 +321,7 @@ class ContiguousManager:
         return list(range(first, first + self._num_blocks(family)))
 
     def _take(self, order: int) -> int:
-        """A chunk of which the caller knows that there is one."""
+        """Take a chunk; the caller has checked that there is one."""
         chunk = self._buddy.allocate(order)
         assert chunk is not None
         return chunk
@@ -387,6 +374,6 @@ class ContiguousManager:
         )
         assert self._shared_slots == shared * size
         moved = {*self._moves, *(source for source, _ in self._moves.values())}
-        assert moved <= holders.keys(), "a copy of or to a chunk that nobody is in"
+        assert moved <= holders.keys(), "a copy of or to a chunk without holders"
         sources = {source for source, _ in self._moves.values()}
         assert self._moves.keys().isdisjoint(sources), "a copy of a copy's target"

@@ -1,49 +1,30 @@
-"""What the block manager keeps for each sequence beside its table."""
+"""What the block manager keeps for each sequence beside its table, and the usage of all tables."""
 
 from collections import Counter
 from collections.abc import Collection, Hashable, Mapping, Sequence
+from dataclasses import dataclass
 
 from paged_jax.memory.block_pool import BlockPool
 from paged_jax.memory.prefix_cache import Node
 from paged_jax.memory.usage import MemoryUsage
 
 
+@dataclass(slots=True)
 class Holding:
-    """One sequence's part in the prefix cache, and what it may share."""
+    """One sequence's part in the prefix cache, and whether it may share blocks beyond that."""
 
-    __slots__ = (
-        "last_node",
-        "next_full",
-        "num_prefill_tokens",
-        "num_published",
-        "num_restored",
-        "salt",
-        "shares",
-    )
-
-    def __init__(
-        self,
-        salt: Hashable,
-        num_prefill_tokens: int,
-        block_size: int,
-        match: Sequence[Node],
-        *,
-        num_restored: int = 0,
-        shares: bool = False,
-    ):
-        self.salt = salt
-        self.num_prefill_tokens = num_prefill_tokens  # slots asked for by `allocate`
-        self.num_published = len(match)  # leading blocks that have nodes
-        self.last_node = match[-1] if match else None  # of the last of these
-        self.next_full = (len(match) + 1) * block_size  # tokens that complete one more block
-        # Leading blocks that it had published before it was swapped out, and may have to again.
-        self.num_restored = num_restored
-        self.shares = shares  # whether another sequence may hold its blocks beyond those published
+    salt: Hashable
+    num_prefill_tokens: int  # slots that `allocate` was asked for
+    num_committed: int  # leading blocks that have nodes
+    last_node: Node | None  # the node of the last of these blocks
+    # Leading blocks that it had committed before it was swapped out, and may have to commit again.
+    num_restored: int = 0
+    shares: bool = False  # whether another sequence may hold its blocks beyond the committed ones
 
     @property
     def num_full(self) -> int:
         """Leading blocks that are known to be computed."""
-        return max(self.num_published, self.num_restored)
+        return max(self.num_committed, self.num_restored)
 
 
 def paged_usage(
@@ -54,10 +35,10 @@ def paged_usage(
     pins: Collection[Sequence[int]],
     num_computed_tokens: Mapping[int, int],
 ) -> MemoryUsage:
-    """Split the pool's slots; the mappings are by sequence, `pins` are blocks of each prefix.
+    """Split the pool's slots; the mappings are by sequence id, `pins` are each prefix's blocks.
 
-    Runs in every iteration: a look at each sequence, and at the blocks of those alone that share
-    some which are not full.
+    This runs in every iteration: it looks at each sequence, and at single blocks only of sequences
+    that share blocks which are not full.
     """
     token_states = reserved = num_tail_blocks = num_table_blocks = 0
     shared_tails: dict[int, tuple[int, int]] = {}  # block -> slots computed, slots asked for
@@ -79,7 +60,7 @@ def paged_usage(
             asked_for = min(block_size, max(0, num_prefill - index * block_size))
             before = shared_tails.get(table[index], (0, 0))
             shared_tails[table[index]] = max(before[0], computed), max(before[1], asked_for)
-    # A block counts as full if it is so for any of its sequences.
+    # A block counts as full if it is full for any of its sequences.
     for table, num_full in forked:
         for block in shared_tails.keys() & table[:num_full]:
             del shared_tails[block]

@@ -8,7 +8,7 @@ PAGED = "paged"
 
 
 def memory_policies() -> tuple[str, ...]:
-    """Names that `make_memory` knows."""
+    """The names that `make_memory` knows."""
     return PAGED, *RESERVATIONS
 
 
@@ -23,8 +23,10 @@ def make_memory(
 ) -> MemoryManager:
     """An empty manager of `num_blocks` blocks, the null block included.
 
-    policy: paged, or a name of `RESERVATIONS`: contiguous, without prefix cache and swapping.
-    max_model_len: longest sequence; contiguous managers reserve by it.
+    policy: "paged", or a name of `RESERVATIONS`: contiguous, without prefix cache and swapping.
+    max_model_len: tokens of the longest sequence; contiguous managers reserve by it.
+
+    ValueError for an unknown policy, and for swap space where nothing is swapped.
     """
     if policy == PAGED:
         return BlockManager(

@@ -1,4 +1,4 @@
-"""Prefix cache: which blocks hold the keys and values of which tokens after which others.
+"""Prefix cache: which blocks hold the keys and values of which tokens after which other tokens.
 
 A node stands for the tokens of one full block and, through its parent, for all tokens before them.
 It is found by its parent and its own tokens, the first of a chain by the salt and its tokens, in a
@@ -6,12 +6,12 @@ dictionary that compares these keys: two prefixes are the same if and only if al
 salts are, whatever their hashes. Ids are never used again, so a key whose parent has been
 forgotten can never match.
 
-Where several sequences compute the same block at the same time, each writes one of its own. The
-node then names one of these blocks, the rest are its duplicates. As long as any of them is used,
-the node names one that is used. Now who holds a block of a node also holds one of each node before
-it. So the nodes before a used one are used, and no block has to be kept for the sake of another:
-blocks that nobody holds can be evicted in the order in which they were let go, provided that each
-sequence lets go of its last block first.
+Where several sequences compute the same block at the same time, each writes a block of its own. The
+node then names one of these blocks, and the rest are its duplicates. As long as any of them is
+used, the node names a used one. Now a sequence that holds a block of a node also holds a block of
+each node before it. So the nodes before a used node are used, and no block has to be kept for the
+sake of another: unused blocks can be evicted in the order in which they were let go, provided that
+each sequence lets go of its last block first.
 """
 
 from collections.abc import Hashable, Sequence
@@ -23,14 +23,14 @@ type Key = tuple[int | tuple[Hashable], tuple[int, ...]]  # parent's id, or (sal
 
 
 class Node:
-    """The contents of one full block, after those of its parent."""
+    """The contents of one full block, after its parent's contents."""
 
     __slots__ = ("block", "id", "key")
 
     def __init__(self, node_id: int, key: Key, block: int):
         self.id = node_id
         self.key = key
-        self.block = block  # that holds the contents; the null block once they are forgotten
+        self.block = block  # holds the contents; the null block once they are forgotten
 
     def __repr__(self) -> str:
         return f"Node({self.id}, parent {self.key[0]!r}, block {self.block})"
@@ -51,7 +51,7 @@ class PrefixCache:
     ) -> None:
         """Bring a match, the known nodes of the tokens' leading blocks, up to date.
 
-        Nodes forgotten since it was found leave it, those found beyond it join it, up to
+        Nodes forgotten since it was found leave it, and nodes found beyond it join it, up to
         `max_blocks` in all. Only tokens beyond the match are looked at: a prompt that waits is
         not looked up afresh in every iteration.
         """
@@ -73,7 +73,7 @@ class PrefixCache:
         token_ids: Sequence[int],
         blocks: Sequence[int],
     ) -> list[Node]:
-        """The nodes of these tokens after the parent's, which the blocks hold too from now on."""
+        """The nodes of these tokens after the parent's; from now on the blocks hold them, too."""
         parent_key: int | tuple[Hashable] = (salt,) if parent is None else parent.id
         nodes, node_of_block, added = self._nodes, self._node_of_block, []
         for tokens, block in zip(batched(token_ids, self._block_size), blocks, strict=True):
@@ -96,7 +96,7 @@ class PrefixCache:
         return block
 
     def let_go(self, block: int) -> bool:
-        """Tell that nobody holds `block` any more; returns whether it alone has its contents."""
+        """A block's last reference is dropped; returns whether it alone has its contents."""
         node = self._node_of_block.get(block)
         if node is None:
             return False
@@ -110,7 +110,7 @@ class PrefixCache:
         return False
 
     def forget(self, block: int) -> None:
-        """The contents of a block that nobody holds are lost."""
+        """The contents of a block without references are lost."""
         node = self._node_of_block.pop(block)
         del self._nodes[node.key]
         node.block = NULL_BLOCK
@@ -118,7 +118,8 @@ class PrefixCache:
     def forget_chains(self, block: int) -> list[int]:
         """Forget a cached block's contents and all that follow them; returns the blocks of these.
 
-        Nobody holds what follows a block that nobody holds. Looks at every node: for faults.
+        A block that follows one without references has none either. This looks at every node, so
+        it is for faults.
         """
         lost = {self._node_of_block[block].id}
         nodes = [self._node_of_block[block]]

@@ -1,41 +1,29 @@
-"""What fits: bytes of a token's keys and values, blocks of a pool, sequences in it. No jax.
+"""What fits: bytes of a token's keys and values, blocks of a pool, sequences in a pool.
 
-An engine sizes its pool by these (`paged_jax.engine.pool_size`), and so does a plan for a GPU that is not
-here (`experiments.paper.fig01_capacity`).
+An engine sizes its pool by these functions (`paged_jax.engine.pool_size`), and so does a plan for a
+GPU that is not here (`experiments.paper.fig01_capacity`).
 """
 
 
 def kv_bytes_per_token(
     *, num_layers: int, num_kv_heads: int, head_dim: int, bytes_per_value: int
 ) -> int:
-    """One KV slot: a token's keys and values in all layers."""
+    """Bytes of one KV slot: a token's keys and values in all layers."""
     return 2 * num_layers * num_kv_heads * head_dim * bytes_per_value
 
 
-def bytes_per_block(
-    *,
-    num_layers: int,
-    num_kv_heads: int,
-    block_size: int,
-    head_dim: int,
-    bytes_per_value: int,
-) -> int:
-    """Bytes that one block takes over all layers, keys and values."""
-    return block_size * kv_bytes_per_token(
-        num_layers=num_layers,
-        num_kv_heads=num_kv_heads,
-        head_dim=head_dim,
-        bytes_per_value=bytes_per_value,
-    )
+def bytes_per_block(*, block_size: int, **layout: int) -> int:
+    """Bytes of one block; `layout` has the arguments of `kv_bytes_per_token`."""
+    return block_size * kv_bytes_per_token(**layout)
 
 
 def room_for_kv(
     memory_bytes: int, weight_bytes: int, *, share: float = 1.0, in_use_bytes: int = 0
 ) -> int:
-    """Bytes that are left of `share` of the memory, beside weights and what is in use.
+    """Bytes for the KV cache in a `share` of the memory, beside weights and bytes in use.
 
-    The rest of the memory is for activations, the framework and the driver. Below 0: as many are
-    missing.
+    The rest of the memory is for activations, the framework and the driver. A negative result says
+    how many bytes are missing.
     """
     if not 0 < share <= 1:
         raise ValueError(f"the share of the memory must be above 0 and at most 1, got {share}")
@@ -43,10 +31,7 @@ def room_for_kv(
 
 
 def num_blocks_in(room_bytes: int, bytes_per_block: int) -> int:
-    """Blocks that can be handed out; one more, the null block, takes room as well.
-
-    0 where there is no room even for one.
-    """
+    """Blocks that can be handed out, at least 0; the null block takes room as well."""
     return max(room_bytes // bytes_per_block - 1, 0)
 
 

@@ -1,9 +1,15 @@
-"""Swap space: blocks in host memory, whose they are, and what is still to be moved there and back.
+"""Swap space: blocks in host memory, their holders, and what is still to move there and back.
 
-What a sequence has here is a table of host blocks. The contents of such a block are either there
-already, or come from a device block with the next swaps (`outs`). A device block whose contents are
-still to come from here (`ins`) holds a reference to its host block until they have: so it can be
-swapped out again without being moved at all, and nothing is swapped out over it meanwhile.
+A sequence that is swapped out has a table of host blocks.
+
+| contents of a host block                  | noted in | held by                               |
+|-------------------------------------------|----------|---------------------------------------|
+| still to come from a device block         | `_outs`  | tables of swapped sequences           |
+| there                                     |          | tables of swapped sequences           |
+| there, and still to go to a device block  | `ins`    | the device block, and tables as above |
+
+So a device block that waits for its contents can be swapped out again without being moved at all,
+and nothing is swapped out over its host block meanwhile.
 """
 
 from collections import Counter
@@ -15,16 +21,16 @@ from paged_jax.memory.interface import Swaps
 
 
 class SwappedTable(NamedTuple):
-    """What is kept of a sequence that is swapped out."""
+    """A sequence that is swapped out."""
 
     blocks: list[int]  # host blocks, in order of position
     num_full: int  # leading blocks that are known to be fully computed
     num_prefill_tokens: int
-    group: int  # one number for all that were swapped out together
+    group: int  # one number for all sequences that were swapped out together
 
 
 class SwapSpace:
-    """`num_blocks` host blocks, numbered from 0. It knows device blocks by their numbers alone."""
+    """`num_blocks` host blocks, numbered from 0. Device blocks are known by their numbers alone."""
 
     def __init__(self, num_blocks: int):
         if num_blocks < 0:
@@ -34,7 +40,7 @@ class SwapSpace:
         self.ins: dict[int, int] = {}  # device block -> host block that its contents come from
         self._outs: dict[int, int] = {}  # host block -> device block that its contents come from
         self._free = list(range(num_blocks - 1, -1, -1))  # a stack
-        self._ref_counts = [0] * num_blocks  # tables that hold it, and pending swaps in from it
+        self._ref_counts = [0] * num_blocks  # tables that hold a block, and swaps in from it
         self._groups = count()
 
     @property
@@ -44,8 +50,8 @@ class SwapSpace:
     def put(self, sequences: Mapping[int, tuple[Sequence[int], int, int]]) -> bool:
         """Take in sequences together, each as (device blocks, `num_full`, `num_prefill_tokens`).
 
-        Device blocks are those that hold the contents, or are to have them from here. False, and
-        nothing changes, if there is no room.
+        A device block holds its contents, or waits for them in `ins`. False, and nothing changes,
+        if there is no room.
         """
         blocks = dict.fromkeys(block for table, *_ in sequences.values() for block in table)
         host_of = {block: self.ins[block] for block in blocks if block in self.ins}
@@ -64,19 +70,19 @@ class SwapSpace:
         return True
 
     def restore(self, seq_id: int) -> None:
-        """Forget a sequence whose `ins` have been noted."""
+        """Forget a sequence that has a device table again, or has ended."""
         for host in self.tables.pop(seq_id).blocks:
             self._release(host)
 
     free = restore
 
     def add_in(self, host: int, block: int) -> None:
-        """Note that a device block's contents are to come from a host block."""
+        """Note that a device block gets its contents from a host block."""
         self.ins[block] = host
         self._ref_counts[host] += 1
 
     def cancel_in(self, block: int) -> None:
-        """A device block is given back; if its contents were still to come, they need not."""
+        """A device block is given back: if its contents were still to come, they need not."""
         host = self.ins.pop(block, None)
         if host is not None:
             self._release(host)
@@ -99,9 +105,9 @@ class SwapSpace:
         return swaps
 
     def lose_device(self) -> list[int]:
-        """Forget what was still to come from the device, and all that was swapped out with it.
+        """Forget every group of which a block was still to come from the device.
 
-        Returns the sequences forgotten.
+        Returns the forgotten sequences.
         """
         self._drop_ins()
         groups = {

@@ -1,13 +1,13 @@
 """Prometheus' counters, gauges and histograms of an engine, under vLLM's names where it has them.
 
-Plain numbers, so that an iteration costs microseconds; `paged_jax.observability.prometheus` turns
-them into a scrape. What vLLM does not have is called `paged_jax:`. A scrape may fall into the
-middle of an iteration: each figure is right by itself.
+They are plain numbers, so that an iteration costs microseconds; `prometheus` serves them. A name
+that vLLM does not have begins with `paged_jax:`. A scrape may fall into the middle of an iteration:
+each figure is right by itself.
 """
 
 from collections import Counter
 
-from paged_jax.observability.figures import (
+from paged_jax.observability.families import (
     FEW,
     FIRST_TOKEN_S,
     ITERATION_TOKENS,
@@ -34,17 +34,19 @@ from paged_jax.scheduling.scheduler import Scheduler
 class TokenGaps:
     """Remembers when each sequence, or beam search, got its last token.
 
-    Most iterations sample for those of the one before, which therefore have the same gap.
+    Most iterations sample for the sequences of the iteration before, which all have the same gap.
     """
 
     def __init__(self) -> None:
-        self._sampled: list[Sequence] = []  # by the last iteration
-        self._owners: dict[Sequence | Request, None] = {}  # of its tokens; a search has many beams
+        # The last iteration: its sequences, what owns its tokens (a search owns those of its
+        # beams), when they were sampled; and when owners that it passed over got their last token.
+        self._sampled: list[Sequence] = []
+        self._owners: dict[Sequence | Request, None] = {}
         self._sampled_s = 0.0
-        self._last_s: dict[Sequence | Request, float] = {}  # of those it passed over
+        self._last_s: dict[Sequence | Request, float] = {}
 
     def after(self, sampled: list[Sequence], now_s: float) -> list[tuple[float, int]]:
-        """(seconds since the token before, how many have it); first tokens have none before."""
+        """Pairs (seconds since the token before, owners that have this gap)."""
         before_s, before = self._sampled_s, self._owners
         self._sampled_s = now_s
         gaps: list[tuple[float, int]] = []
@@ -79,8 +81,8 @@ FINISH_REASONS = ("stop", "length", "abort", "timeout", "error")
 class Metrics(Observer):
     """Counts what happens to the requests of one scheduler.
 
-    Latencies are of requests that came to their end: one that was aborted, failed or timed out
-    would make the engine look faster than it is.
+    Latencies count only requests that came to their end: a request that was aborted, failed or
+    timed out would make the engine look faster than it is.
     """
 
     def __init__(self, scheduler: Scheduler):
@@ -92,15 +94,28 @@ class Metrics(Observer):
         self.num_failed_steps = 0
         self.num_ended = Counter(dict.fromkeys(FINISH_REASONS, 0))
         self.num_refused = Counter({QUEUE_FULL: 0, "invalid_request": 0})
-        lengths = up_to(scheduler.config.max_model_len)
-        self.iteration_tokens = Histogram(ITERATION_TOKENS)
-        self.first_token_s, self.inter_token_s = Histogram(FIRST_TOKEN_S), Histogram(TOKEN_S)
-        self.token_s = Histogram(TOKEN_S)
-        self.e2e_s, self.queue_s = Histogram(REQUEST_S), Histogram(REQUEST_S)
-        self.prefill_s, self.decode_s = Histogram(REQUEST_S), Histogram(REQUEST_S)
-        self.inference_s = Histogram(REQUEST_S)
-        self.prompt_tokens, self.generation_tokens = Histogram(lengths), Histogram(lengths)
-        self.n, self.max_tokens = Histogram(FEW), Histogram(lengths)
+        self._histograms: list[tuple[str, str, Histogram]] = []
+        new, lengths = self._new_histogram, up_to(scheduler.config.max_model_len)
+        self.iteration_tokens = new("iteration_tokens_total", "Tokens computed.", ITERATION_TOKENS)
+        self.first_token_s = new("time_to_first_token_seconds", "From arrival on.", FIRST_TOKEN_S)
+        self.inter_token_s = new("inter_token_latency_seconds", "Token to token.", TOKEN_S)
+        self.token_s = new(
+            "request_time_per_output_token_seconds", "Mean, after the first token.", TOKEN_S
+        )
+        self.e2e_s = new("e2e_request_latency_seconds", "From arrival to last token.", REQUEST_S)
+        self.queue_s = new("request_queue_time_seconds", "Arrival to first schedule.", REQUEST_S)
+        self.prefill_s = new("request_prefill_time_seconds", "Schedule to first token.", REQUEST_S)
+        self.decode_s = new("request_decode_time_seconds", "First to last token.", REQUEST_S)
+        self.inference_s = new("request_inference_time_seconds", "Prefill, decode.", REQUEST_S)
+        self.prompt_tokens = new("request_prompt_tokens", "Prompt tokens.", lengths)
+        self.generation_tokens = new("request_generation_tokens", "Tokens generated.", lengths)
+        self.n = new("request_params_n", "Continuations asked for.", FEW)
+        self.max_tokens = new("request_params_max_tokens", "Tokens asked for.", lengths)
+
+    def _new_histogram(self, name: str, description: str, bounds: tuple[float, ...]) -> Histogram:
+        values = Histogram(bounds)
+        self._histograms.append((f"vllm:{name}", description, values))
+        return values
 
     def on_request_added(self, request: Request) -> None:
         self._phases.add(request)
@@ -164,7 +179,8 @@ class Metrics(Observer):
 
     def families(self) -> list[Family]:
         """Every figure, now."""
-        return [*self._gauges(), *self._counters(), *self._histograms()]
+        histograms = [histogram(*each) for each in self._histograms]
+        return [*self._gauges(), *self._counters(), *histograms]
 
     def _gauges(self) -> list[Family]:
         memory, num_requests = self._scheduler.memory, self._phases.num_requests
@@ -182,7 +198,7 @@ class Metrics(Observer):
             gauge("vllm:num_requests_waiting", "Requests that wait.", num_requests["waiting"]),
             gauge("vllm:num_requests_swapped", "Requests in host memory.", num_requests["swapped"]),
             gauge("vllm:kv_cache_usage_perc", "Blocks in use, 1 is all of them.", used),
-            gauge("vllm:gpu_cache_usage_perc", "The same under vLLM's earlier name.", used),
+            gauge("vllm:gpu_cache_usage_perc", "Blocks in use, under vLLM's earlier name.", used),
             gauge("vllm:cpu_cache_usage_perc", "Host blocks in use, 1 is all.", used_host),
             gauge(
                 "paged_jax:num_cached_blocks",
@@ -193,68 +209,32 @@ class Metrics(Observer):
         ]
 
     def _counters(self) -> list[Family]:
-        scheduler, stats = self._scheduler, self._scheduler.memory.stats
-        by_swap = scheduler.num_preemptions_by_swap
-        modes = {"recompute": scheduler.num_preemptions - by_swap, "swap": by_swap}
-        return [
-            counter("vllm:num_preemptions", "Preemptions.", scheduler.num_preemptions),
-            counter("vllm:prompt_tokens", "Of prompts that were computed.", self.num_prompt_tokens),
-            counter("vllm:prompt_tokens_cached", "Of these, cached.", self.num_cached_tokens),
-            counter("vllm:generation_tokens", "Tokens generated.", self.num_generated_tokens),
-            counter("vllm:prefix_cache_queries", "Tokens looked up.", stats.queried_tokens),
-            counter("vllm:prefix_cache_hits", "Of these, found.", stats.hit_tokens),
-            counters(
-                "vllm:request_success",
-                "Requests that ended, by reason.",
-                "finished_reason",
-                self.num_ended,
+        done, stats = self._scheduler.counters, self._scheduler.memory.stats
+        by_swap = done.num_preemptions_by_swap
+        modes = {"recompute": done.num_preemptions - by_swap, "swap": by_swap}
+        plain = [
+            ("vllm:num_preemptions", "Preemptions.", done.num_preemptions),
+            ("vllm:prompt_tokens", "Tokens of computed prompts.", self.num_prompt_tokens),
+            ("vllm:prompt_tokens_cached", "Prompt tokens not computed.", self.num_cached_tokens),
+            ("vllm:generation_tokens", "Tokens generated.", self.num_generated_tokens),
+            ("vllm:prefix_cache_queries", "Tokens looked up in the cache.", stats.queried_tokens),
+            ("vllm:prefix_cache_hits", "Tokens found in the cache.", stats.hit_tokens),
+            (
+                "paged_jax:swap_fallbacks",
+                "Swaps the host had no room for.",
+                done.num_swap_fallbacks,
             ),
+            ("paged_jax:recomputed_tokens", "Tokens computed twice.", done.num_recomputed_tokens),
+            ("paged_jax:swapped_out_blocks", "Blocks moved out.", done.num_swapped_out_blocks),
+            ("paged_jax:swapped_in_blocks", "Blocks moved back.", done.num_swapped_in_blocks),
+            ("paged_jax:failed_steps", "Steps that raised.", self.num_failed_steps),
+            ("paged_jax:block_copies", "Blocks copied on write.", stats.copies),
+            ("paged_jax:block_evictions", "Cached blocks given up.", stats.evictions),
+        ]
+        ended = "Requests that ended, by reason."
+        return [
+            *(counter(name, description, value) for name, description, value in plain),
+            counters("vllm:request_success", ended, "finished_reason", self.num_ended),
             counters("vllm:admission_rejections", "Requests refused.", "reason", self.num_refused),
             counters("paged_jax:preemptions_by_mode", "Preemptions.", "mode", modes),
-            counter(
-                "paged_jax:swap_fallbacks",
-                "Preemptions by recompute for want of host blocks.",
-                scheduler.num_swap_fallbacks,
-            ),
-            counter(
-                "paged_jax:recomputed_tokens",
-                "Computed, lost by a preemption, and to be computed again.",
-                scheduler.num_recomputed_tokens,
-            ),
-            counter(
-                "paged_jax:swapped_out_blocks", "To the host.", scheduler.num_swapped_out_blocks
-            ),
-            counter(
-                "paged_jax:swapped_in_blocks", "From the host.", scheduler.num_swapped_in_blocks
-            ),
-            counter("paged_jax:failed_steps", "Steps that raised.", self.num_failed_steps),
-            counter("paged_jax:block_copies", "Blocks copied on write.", stats.copies),
-            counter("paged_jax:block_evictions", "Cached blocks given up.", stats.evictions),
-        ]
-
-    def _histograms(self) -> list[Family]:
-        return [
-            histogram("vllm:iteration_tokens_total", "Per iteration.", self.iteration_tokens),
-            histogram("vllm:time_to_first_token_seconds", "From the arrival.", self.first_token_s),
-            histogram(
-                "vllm:inter_token_latency_seconds", "From token to token.", self.inter_token_s
-            ),
-            histogram(
-                "vllm:request_time_per_output_token_seconds",
-                "Of a sequence, after its first token.",
-                self.token_s,
-            ),
-            histogram(
-                "vllm:e2e_request_latency_seconds", "From arrival to last token.", self.e2e_s
-            ),
-            histogram("vllm:request_queue_time_seconds", "Waiting at first.", self.queue_s),
-            histogram("vllm:request_prefill_time_seconds", "To the first token.", self.prefill_s),
-            histogram("vllm:request_decode_time_seconds", "First to last token.", self.decode_s),
-            histogram(
-                "vllm:request_inference_time_seconds", "Prefill and decode.", self.inference_s
-            ),
-            histogram("vllm:request_prompt_tokens", "Of a request.", self.prompt_tokens),
-            histogram("vllm:request_generation_tokens", "Of a request.", self.generation_tokens),
-            histogram("vllm:request_params_n", "Continuations asked for.", self.n),
-            histogram("vllm:request_params_max_tokens", "Tokens asked for.", self.max_tokens),
         ]

@@ -1,11 +1,9 @@
-"""Which phase each request in work is in, from what happens to its sequences.
+"""The phase of each unfinished request, from what happens to its sequences.
 
     waiting -> prefill -> running -> ended
 
-A preemption leads back to waiting, to be recomputed, or to swapped, to go on where it was. A
-request may end in any phase.
-
-A request of several sequences counts as running as long as one of them generates tokens.
+A preemption leads back to waiting, to be recomputed, or to swapped, to go on later. A request may
+end in any phase. A request of several sequences is running as long as one of them generates tokens.
 """
 
 from collections.abc import Callable
@@ -30,7 +28,7 @@ class _Current:
 class RequestPhases:
     """Follows requests from `add` to `end`.
 
-    on_change: called with a request, the phase that it leaves (None: it is new), the one that it
+    on_change: called with a request, the phase that it leaves (None: it is new), the phase that it
         enters and the time, in seconds on the engine's clock. A request's times never decrease.
     """
 
@@ -44,7 +42,7 @@ class RequestPhases:
 
     @property
     def requests(self) -> list[Request]:
-        """Those in work, in the order in which they were added."""
+        """The unfinished requests, in the order in which they were added."""
         return [current.request for current in self._current.values()]
 
     def add(self, request: Request) -> None:
@@ -55,7 +53,7 @@ class RequestPhases:
             self._on_change(request, None, "waiting", request.arrival_time)
 
     def follow(self, iteration: Iteration) -> None:
-        """Take in what an iteration did; O(1) for those that just go on decoding."""
+        """Take in what an iteration did; sequences that just go on decoding take no time."""
         batch, start = iteration.batch, iteration.start_s
         for seq in batch.preempted:
             self._enter(seq.request, _phase_at_rest(seq.request), start)
@@ -73,13 +71,13 @@ class RequestPhases:
                 self._enter(seq.request, "waiting", iteration.end_s)
 
     def recover(self, time_s: float) -> None:
-        """Look again at who still holds what, after a step that raised."""
+        """Look again at which requests still run, after a step that raised."""
         for request in self.requests:
             if not any(map(_runs, request.sequences)):
                 self._enter(request, _phase_at_rest(request), time_s)
 
     def end(self, request_id: str, time_s: float) -> tuple[Request, float]:
-        """Forget a request that has ended; returns it, and when: no earlier than its last phase."""
+        """Forget a request that has ended; returns it, and its end: not before its last phase."""
         current = self._current.pop(request_id)
         self.num_requests[current.phase] -= 1
         return current.request, max(time_s, current.since_s)
@@ -105,6 +103,6 @@ def _runs(seq: Sequence) -> bool:
 
 
 def _phase_at_rest(request: Request) -> Phase:
-    """Of a request none of whose sequences runs."""
+    """The phase of a request none of whose sequences runs."""
     swapped = any(seq.status is SequenceStatus.SWAPPED for seq in request.sequences)
     return "swapped" if swapped else "waiting"

@@ -11,8 +11,8 @@ import jax
 def profile(log_dir: str | Path) -> Iterator[None]:
     """Profile what runs inside; `log_dir` gets a trace for XProf, TensorBoard and Perfetto.
 
-    The latter opens `perfetto_trace.json.gz` in it. Python's calls are left out: with them it takes
-    ten times the space, and the host is slower. ValueError if the folder cannot be made.
+    Perfetto opens the folder's `perfetto_trace.json.gz`. Python's calls are left out: they would
+    take ten times the space and slow the host. ValueError if the folder cannot be made.
     """
     try:
         Path(log_dir).mkdir(parents=True, exist_ok=True)

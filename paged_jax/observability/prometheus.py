@@ -15,7 +15,7 @@ from paged_jax.models.config import ModelConfig
 from paged_jax.observability.metrics import Metrics
 
 
-class Observed(Protocol):
+class MeasuredEngine(Protocol):
     """What the endpoint asks of an engine."""
 
     config: ModelConfig
@@ -56,11 +56,13 @@ class MetricsServer:
         self._thread.join()
 
 
-def start_metrics_server(engine: Observed, port: int, *, host: str = "127.0.0.1") -> MetricsServer:
+def start_metrics_server(
+    engine: MeasuredEngine, port: int, *, host: str = "127.0.0.1"
+) -> MetricsServer:
     """Serve an engine's metrics to Prometheus; port 0 takes a free one.
 
-    Only this machine can reach it unless `host` says otherwise; "0.0.0.0" is every network that it
-    is in. ValueError for an address that cannot be had.
+    Only this machine can reach it unless `host` says otherwise; "0.0.0.0" opens it to every network
+    of the machine. ValueError for an address that is not free.
     """
     if not 0 <= port <= 65535:
         raise ValueError(f"a port is between 0 and 65535, got {port}")
@@ -77,8 +79,8 @@ def start_metrics_server(engine: Observed, port: int, *, host: str = "127.0.0.1"
 def _handler(registry: CollectorRegistry) -> type[BaseHTTPRequestHandler]:
     """Answers in the text format, whatever else a scrape accepts.
 
-    All versions of Prometheus take it; in OpenMetrics, prometheus-client 0.26 replaces the colon
-    of vLLM's names unless it is asked to leave it.
+    All versions of Prometheus take the text format. In OpenMetrics, prometheus-client 0.26 replaces
+    the colon of vLLM's names unless it is asked not to.
     """
 
     class Handler(BaseHTTPRequestHandler):

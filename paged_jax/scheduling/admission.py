@@ -1,5 +1,6 @@
-"""Admission: which of those that wait, or are swapped out, run from now on."""
+"""Admission: which sequences that wait, or are swapped out, run from this iteration on."""
 
+from paged_jax.config import EngineConfig
 from paged_jax.memory.interface import MemoryManager
 from paged_jax.scheduling.batch import num_branches
 from paged_jax.scheduling.chunking import PrefillPlan
@@ -10,11 +11,12 @@ from paged_jax.scheduling.request import Request, Sequence, SequenceStatus
 
 
 class Admission:
-    """Admits in order; who does not fit holds up all after it.
+    """Admits sequences in order; the first that does not fit holds up all after it.
 
-    watermark_blocks: blocks to leave free for running sequences to grow. Each time that a request
-        is preempted it leaves more of them, about twice as many as before: in the end it comes in
-        only when nothing else runs. That bounds preemptions by the logarithm of the pool's size.
+    Admission leaves `watermark` of the blocks free, for running sequences to grow. Each time that a
+    request has been preempted, it leaves about twice as many blocks free as before, until it comes
+    in only when nothing else runs. That bounds the preemptions of a request by the logarithm of the
+    pool's size.
     """
 
     def __init__(
@@ -23,24 +25,25 @@ class Admission:
         queues: Queues,
         preemption: Preemption,
         policy: Policy,
-        *,
-        max_num_seqs: int,
-        watermark_blocks: int,
+        config: EngineConfig,
     ):
         self._memory = memory
         self._queues = queues
         self._preemption = preemption
         self._policy = policy
-        self._max_num_seqs = max_num_seqs
-        self._watermark_blocks = watermark_blocks
+        self._max_num_seqs = config.max_num_seqs
+        self._watermark_blocks = int(config.watermark * memory.num_total_blocks)
 
     @property
     def is_open(self) -> bool:
-        """Whether the policy lets anybody in beside those who run now."""
+        """Whether the policy admits further requests beside the sequences that run now."""
         return self._policy.may_admit(self._queues.num_running)
 
     def resume(self, *, is_open: bool) -> list[Sequence]:
-        """Swap in those that are next; returns them. Free blocks are left for each to grow into."""
+        """Swap in the sequences that are next, and return them; each has a free block to grow into.
+
+        Unless admission `is_open`, only sequences of a request that runs come in.
+        """
         queues = self._queues
         resumed: list[Sequence] = []
         while queues.next_is_swapped:
@@ -61,14 +64,18 @@ class Admission:
                     queues.move(seq, SequenceStatus.RUNNING, is_prefilling=seq.is_prefilling)
                 resumed += group
             elif not queues.num_running:
-                # More is pinned by now, or they have no room to grow: they do not fit side by side.
+                # The group does not fit side by side: more blocks are pinned by now, or it has no
+                # room to grow.
                 self._preemption.give_up_swapped(group)
             else:
                 break
         return resumed
 
     def admit(self, plan: PrefillPlan, *, is_open: bool) -> None:
-        """Start to prefill those that are next, as far as the plan and the memory have room."""
+        """Start to prefill the sequences that are next, while the plan and the memory have room.
+
+        Unless admission `is_open`, only sequences of a request that runs come in.
+        """
         queues, waiting = self._queues, self._queues.waiting
         if not waiting:
             return
@@ -78,14 +85,14 @@ class Admission:
         while at < len(waiting):
             seq = waiting[at]
             request = seq.request
-            # What of it is cached shows only when it is allocated.
+            # How much of the prompt is cached shows only when it is allocated.
             if not admits_all and not plan.may_take(len(seq.token_ids)):
                 return
             if num_taken + seq.num_places > self._max_num_seqs or queues.next_is_swapped:
                 return
             if not is_open and not _runs(request):
                 return
-            # It waits for a sibling, to share what that computes.
+            # While a sibling computes their common prompt, the sequence waits to share its blocks.
             if any(other.request is request for other in queues.prefilling):
                 if not admits_all:
                     return
@@ -113,9 +120,10 @@ class Admission:
                 plan.add(seq)
 
     def _keep_free_blocks(self, request: Request) -> int:
+        """How many blocks a sequence of the request has to leave free when it comes in."""
         if not self._queues.num_running:
             return 0
-        # Beams that run wait for those that do not.
+        # The beams of a search that run wait for the beams that do not.
         if request.beam_search is not None and self._queues.runs_nothing_but(request):
             return 0
         num_blocks = self._memory.num_total_blocks

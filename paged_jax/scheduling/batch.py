@@ -1,4 +1,4 @@
-"""What one iteration computes: the scheduler's decision as plain data, and what comes back."""
+"""The scheduler's decision as plain data: what one iteration computes, and what comes back."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -10,17 +10,17 @@ from paged_jax.scheduling.request import Sequence, SequenceStatus
 
 @dataclass(slots=True, eq=False)
 class PrefillChunk:
-    """Compute `seq.token_ids[start : start + num_tokens]`; their slots are allocated.
+    """Compute `seq.token_ids[start : start + num_tokens]`, whose slots are allocated.
 
     `forks` are siblings that sample from the same last token, each with its own random stream, and
-    share the sequence's blocks from then on.
+    share the sequence's blocks from then on. `completes` tells whether the chunk reaches the
+    sequence's last token: only then is a token sampled.
     """
 
     seq: Sequence
     start: int
     num_tokens: int
     forks: list[Sequence] = field(default_factory=list)
-    # Whether the chunk reaches the sequence's last token: only then is a token sampled.
     completes: bool = field(init=False)
 
     def __post_init__(self) -> None:
@@ -29,21 +29,21 @@ class PrefillChunk:
 
 @dataclass(slots=True, eq=False)
 class ScheduledBatch:
-    """One iteration.
+    """One iteration: blocks move first, then the model computes.
 
-    First of all blocks are swapped out to host memory, then others swapped in, then blocks are
-    copied; the memory manager is told by `take_swaps` and `take_copies`. A decode computes
-    `seq.token_ids[-1]` at position `seq.num_tokens - 1`, whose slot is allocated. The executor
-    answers with a token for each of `sampled`, in order.
+    The executor swaps blocks out, then swaps others in, then copies blocks; `take_swaps` and
+    `take_copies` tell the memory manager. A decode computes `seq.token_ids[-1]` at position
+    `seq.num_tokens - 1`, whose slot is allocated. The executor answers with a token for each of
+    `sampled`, in order.
     """
 
     prefills: list[PrefillChunk]
     decodes: list[Sequence]
-    preempted: list[Sequence]  # those that lost their blocks, in the order in which they did
-    copies: list[tuple[int, int]] = field(default_factory=list)  # blocks: (source, target)
+    preempted: list[Sequence]  # sequences that lost their blocks, in the order in which they did
+    copies: list[tuple[int, int]] = field(default_factory=list)  # (source block, target block)
     swap_outs: list[tuple[int, int]] = field(default_factory=list)  # (device block, host block)
     swap_ins: list[tuple[int, int]] = field(default_factory=list)  # (host block, device block)
-    resumed: list[Sequence] = field(default_factory=list)  # those swapped in
+    resumed: list[Sequence] = field(default_factory=list)  # sequences that were swapped in
 
     @property
     def num_prefill_tokens(self) -> int:
@@ -66,7 +66,7 @@ class ScheduledBatch:
         return [*self.decodes, *self.first_sampled()] if self.prefills else self.decodes
 
     def first_sampled(self) -> Iterator[Sequence]:
-        """Those whose token comes from a prefill."""
+        """The sequences whose token comes from a prefill."""
         for chunk in self.prefills:
             if chunk.completes:
                 yield chunk.seq
@@ -76,17 +76,14 @@ class ScheduledBatch:
 def add_forks(prefills: list[PrefillChunk], memory: MemoryManager, num_places: int) -> None:
     """Let siblings start with a prompt that is completed, each with a block to diverge in.
 
-    At most `num_places` of them; those for which there is no room wait, and find its blocks in the
-    cache if there is one.
+    At most `num_places` siblings start. A sibling without room waits, and finds the prompt's blocks
+    in the prefix cache if there is one.
     """
     num_forks = 0
     for chunk in prefills:
-        sequences = chunk.seq.request.sequences
-        if len(sequences) > 1 and chunk.completes and chunk.seq.is_fresh:
-            waiting = SequenceStatus.WAITING
-            siblings = [seq for seq in sequences if seq.status is waiting and seq.is_fresh]
+        if chunk.completes and chunk.seq.is_fresh and len(chunk.seq.request.sequences) > 1:
             memory_room = memory.num_forks_left(chunk.seq.seq_id, num_forks)
-            chunk.forks = siblings[: min(num_places - num_forks, memory_room)]
+            chunk.forks = _fresh_waiting(chunk.seq)[: min(num_places - num_forks, memory_room)]
             num_forks += len(chunk.forks)
 
 
@@ -94,12 +91,17 @@ def num_branches(seq: Sequence) -> int:
     """How many sequences a waiting one will be once its prompt is computed, if all have places."""
     if seq.is_beam or not seq.is_fresh:
         return seq.num_places
+    return len(_fresh_waiting(seq))
+
+
+def _fresh_waiting(seq: Sequence) -> list[Sequence]:
+    """The sequences of the same request that wait and have generated nothing."""
     waiting = SequenceStatus.WAITING
-    return sum(other.status is waiting and other.is_fresh for other in seq.request.sequences)
+    return [each for each in seq.request.sequences if each.status is waiting and each.is_fresh]
 
 
 def start_forks(chunk: PrefillChunk, memory: MemoryManager, queues: Queues) -> list[Sequence]:
-    """Share the computed prompt with those of the chunk's forks that wait still; returns them."""
+    """Share the computed prompt with the chunk's forks that still wait; returns them."""
     seq = chunk.seq
     started = [fork for fork in chunk.forks if fork.status is SequenceStatus.WAITING]
     for fork in started:

@@ -1,13 +1,13 @@
 """Beam search over log-probabilities: Hugging Face's `generate(num_beams=k, do_sample=False)`.
 
-The same hypotheses, in the same order, with the same scores as transformers 5 from the same
-log-probabilities; float32 arithmetic in the same order makes them the same to the last bit. A
-search runs in lockstep: the model is asked for the likeliest next tokens of all beams at once.
+The search finds the same hypotheses, in the same order, with the same scores as transformers 5
+from the same log-probabilities: float32 arithmetic in the same order makes them equal to the last
+bit. It runs in lockstep: the model is asked for the likeliest next tokens of all beams at once.
 
-Hugging Face ranks the continuations of all beams and looks at the best `(1 + end tokens) * k`:
-those among the first k that end are finished hypotheses, the first k that do not end are the next
-beams. None of the two can come from below a beam's own best `k + end tokens`, so that each beam
-supplies no more than that.
+Hugging Face ranks the continuations of all beams and looks at the best `(1 + end tokens) * k`. The
+continuations among the first k that end are finished hypotheses, and the first k that do not end
+are the next beams. Neither can come from below a beam's own best `k + end tokens`, so each beam
+supplies no more candidates than that.
 """
 
 import math
@@ -31,14 +31,14 @@ class Branch(NamedTuple):
 class Hypothesis:
     """A finished continuation."""
 
-    token_ids: list[int]  # what was generated, the end token included
+    token_ids: list[int]  # the generated tokens, the end token included
     score: float  # cumulative_logprob / length ** length_penalty
     cumulative_logprob: float
     finish_reason: Literal["stop", "length"]
 
 
 class _Path(NamedTuple):
-    """The tokens of a beam from its last to its first; beams share what they have in common."""
+    """The tokens of a beam from its last to its first; beams share their common beginning."""
 
     previous: "_Path | None"
     token: int
@@ -58,14 +58,16 @@ class BeamSearch:
     log-probabilities divided by `length ** length_penalty`, where the length counts generated
     tokens, the end token too. With `beam_width` finished hypotheses, the search stops
 
-    - at once, if `early_stopping` is True;
-    - if it is False, when the best beam's score is no better than the worst hypothesis's, though
-      a longer continuation may yet score better;
-    - if it is "never", when no continuation of the best beam can score better, taking the longest
-      possible one if the penalty favours length.
+    | `early_stopping` | when                                                                     |
+    |------------------|--------------------------------------------------------------------------|
+    | True             | at once                                                                  |
+    | False            | the best beam scores no better than the worst hypothesis, though a       |
+    |                  | longer continuation may yet score better                                 |
+    | "never"          | no continuation of the best beam can score better, even the longest one  |
+    |                  | where the penalty favours length                                         |
 
     Ties, whose order Hugging Face leaves to an unstable sort, go to the earlier hypothesis, then
-    to the lower beam, then to what comes first in its row.
+    to the lower beam, then to the earlier candidate of its row.
     """
 
     def __init__(
@@ -94,11 +96,11 @@ class BeamSearch:
                 f"length_penalty {length_penalty}: {self._max_length} tokens to the power of it "
                 f"is beyond float32"
             )
-        self._length = 0
+        self.num_tokens = 0  # tokens that each beam has generated: the steps taken
+        self.is_done = False
         self._paths: list[_Path | None] = [None]
         self._scores = np.zeros(1, np.float32)  # of the beams: sums of log-probabilities
         self._finished: list[_Finished] = []  # best first
-        self._is_done = False
 
     @property
     def num_candidates(self) -> int:
@@ -106,17 +108,8 @@ class BeamSearch:
         return self._beam_width + len(self._end_token_ids)
 
     @property
-    def num_tokens(self) -> int:
-        """How many tokens each beam has generated: the steps taken."""
-        return self._length
-
-    @property
-    def is_done(self) -> bool:
-        return self._is_done
-
-    @property
     def hypotheses(self) -> list[Hypothesis]:
-        """The finished ones, best first: `beam_width` when the search is done."""
+        """The finished hypotheses, best first: `beam_width` of them when the search is done."""
         return [
             Hypothesis(
                 _tokens(finished.path),
@@ -130,16 +123,17 @@ class BeamSearch:
     def advance(self, candidates: Sequence[Sequence[tuple[int, float]]]) -> list[Branch]:
         """Take one step; the next beams, best first, or none of them when the search is done.
 
-        `candidates` has a row for each beam, in the order of the branches returned last, one row
-        for the prompt: (token, log-probability), likeliest first, `num_candidates` of them or the
-        whole vocabulary. A beam that no branch names as its parent is dead. ValueError, and
-        nothing changed, for NaN and for a vocabulary in which k beams cannot continue.
+        `candidates` has a row for each beam, in the order of the branches returned last; after the
+        prompt it has one row. A row holds (token, log-probability), likeliest first, for
+        `num_candidates` tokens or the whole vocabulary. A beam that no branch names as its parent
+        is dead. ValueError, and nothing changes, for NaN and for a vocabulary in which k beams
+        cannot continue.
         """
-        if self._is_done:
+        if self.is_done:
             raise ValueError("the search is done")
         if len(candidates) != len(self._paths):
             raise ValueError(f"{len(candidates)} rows of candidates for {len(self._paths)} beams")
-        length = self._length + 1
+        length = self.num_tokens + 1
         at_limit = length == self._max_length
         branches, scores, ending = self._rank(candidates, at_limit)
         finished = self._with(ending, length)
@@ -148,12 +142,12 @@ class BeamSearch:
                 f"too few candidates for {self._beam_width} beams: {len(candidates[0])} a beam, "
                 f"{len(self._end_token_ids)} of them may be end tokens"
             )
-        self._length = length
+        self.num_tokens = length
         self._finished = finished
         self._paths = [_Path(self._paths[parent], token) for parent, token in branches]
         self._scores = np.array(scores, np.float32)
-        self._is_done = at_limit or self._should_stop()
-        if self._is_done:
+        self.is_done = at_limit or self._should_stop()
+        if self.is_done:
             self._paths = []
             return []
         return branches
@@ -161,7 +155,7 @@ class BeamSearch:
     def _rank(
         self, candidates: Sequence[Sequence[tuple[int, float]]], at_limit: bool
     ) -> tuple[list[Branch], list[np.float32], list[tuple[Branch, np.float32]]]:
-        """(the k best that go on, their scores, those among the k best of all that end)."""
+        """(the k best branches that go on, their scores, the branches of the k best that end)."""
         k = self._beam_width
         tokens = [token for row in candidates for token, _ in row]
         beams = [beam for beam, row in enumerate(candidates) for _ in row]
@@ -207,7 +201,7 @@ class BeamSearch:
         if self._early_stopping is True:
             return True
         longest = self._early_stopping == "never" and self._length_penalty > 0
-        best = self._scores[0] / self._divisor(self._max_length if longest else self._length)
+        best = self._scores[0] / self._divisor(self._max_length if longest else self.num_tokens)
         return bool(best <= self._finished[-1].score)
 
     def _divisor(self, length: int) -> np.float32:

@@ -1,17 +1,16 @@
-"""Refusal of what can never be served, with the numbers."""
+"""Checks that refuse what can never be served, with the numbers."""
 
-from collections.abc import Iterable, Sequence
-
+from paged_jax.config import EngineConfig
 from paged_jax.memory.interface import MemoryManager
 from paged_jax.scheduling.request import Request
 
 
 class QueueFull(ValueError):
-    """As many requests wait as may."""
+    """As many requests wait as may wait."""
 
 
 def check_queue(request: Request, num_waiting: int, limit: int | None) -> None:
-    """QueueFull if one more request may not wait; ``limit`` None: any number may."""
+    """QueueFull if one more request may not wait; any number may if `limit` is None."""
     if limit is not None and num_waiting >= limit:
         raise QueueFull(
             f"request {request.request_id!r}: {num_waiting} requests wait, and max_num_waiting is "
@@ -19,13 +18,11 @@ def check_queue(request: Request, num_waiting: int, limit: int | None) -> None:
         )
 
 
-def check_fits(
-    request: Request, memory: MemoryManager, *, max_model_len: int, max_num_seqs: int
-) -> None:
+def check_fits(request: Request, memory: MemoryManager, config: EngineConfig) -> None:
     """ValueError unless the request can finish when it is alone."""
-    name = f"request {request.request_id!r}"
-    params = request.params
+    name, params = f"request {request.request_id!r}", request.params
     num_prompt, max_tokens = len(request.prompt_token_ids), params.max_tokens
+    max_model_len, max_num_seqs = config.max_model_len, config.max_num_seqs
     if num_prompt >= max_model_len:
         raise ValueError(
             f"{name}: a prompt of {num_prompt} tokens leaves no room to generate one within "
@@ -54,9 +51,10 @@ def check_fits(
 
 
 def num_blocks_needed(request: Request, memory: MemoryManager) -> int:
-    """The most blocks that the request needs, those apart that a pinned prefix keeps for it.
+    """The most blocks that the request needs beside the pinned blocks that it is sure to find.
 
-    Sequences of a sample run on their own, each in its turn if need be. Beams run together.
+    The sequences of a sample run one after the other if need be; the beams of a search run
+    together.
     """
     num_found = 0
     if not request.lacks_prompt_logprobs:
@@ -67,18 +65,3 @@ def num_blocks_needed(request: Request, memory: MemoryManager) -> int:
         request.params.beam_width or 1,
     )
     return needed - num_found // memory.block_size
-
-
-def pin(
-    memory: MemoryManager, requests: Iterable[Request], token_ids: Sequence[int], salt: str | None
-) -> int:
-    """Pin a prefix; ValueError, and nothing changes, if then one of the requests cannot finish."""
-    most = max((num_blocks_needed(request, memory) for request in requests), default=0)
-    num_tokens = memory.pin(token_ids, salt, leave_blocks=most)
-    if num_tokens is None:
-        raise ValueError(
-            f"pinning {len(token_ids)} tokens would leave less than the {most} blocks of "
-            f"{memory.num_total_blocks} that a request in work can need; wait for it to finish, or "
-            "give the pool more blocks"
-        )
-    return num_tokens

@@ -1,4 +1,4 @@
-"""What iterations cost, in seconds, learnt from those that were executed."""
+"""Estimates of what iterations cost, in seconds, learnt from executed iterations."""
 
 from collections import deque
 from statistics import median
@@ -12,29 +12,29 @@ _WINDOW = 32  # iterations of a kind that are remembered
 
 
 class StepTimes(Protocol):
-    """What an executor reports of an iteration, in seconds."""
+    """What an executor reports of an iteration."""
 
     @property
     def device_s(self) -> float:
-        """All of it, swaps included."""
+        """Seconds of the whole iteration, swaps included."""
 
     @property
     def swap_s(self) -> float:
-        """Of which swapping blocks out and in."""
+        """Seconds of these for swapping blocks out and in."""
 
 
 class StepEstimates:
     """Running estimates over the last iterations of each kind.
 
-    Medians, so that a step that had to be compiled first, or was held up, does not count. An
-    estimate is None as long as nothing has been measured.
+    They are medians, so that a step that had to be compiled first, or was held up, does not count.
+    An estimate is None as long as nothing has been measured for it.
     """
 
     def __init__(self) -> None:
         self._decodes: deque[float] = deque(maxlen=_WINDOW)  # seconds of an iteration's decode step
         self._prefills: deque[tuple[int, float]] = deque(maxlen=_WINDOW)  # (tokens, seconds)
         self._swaps: deque[float] = deque(maxlen=_WINDOW)  # seconds per block
-        self._prefill_line: tuple[float, float] | None = None  # of these prefills
+        self._prefill_line: tuple[float, float] | None = None  # fitted to `_prefills`
 
     def observe(self, batch: ScheduledBatch, times: StepTimes) -> None:
         """Take in an executed iteration."""
@@ -53,28 +53,28 @@ class StepEstimates:
 
     @property
     def decode_s(self) -> float | None:
-        """An iteration's decodes."""
+        """Seconds of an iteration's decode step."""
         return median(self._decodes) if self._decodes else None
 
     @property
     def swapped_block_s(self) -> float | None:
-        """Moving a block between device and host, in either direction."""
+        """Seconds to move a block between device and host, in either direction."""
         return median(self._swaps) if self._swaps else None
 
     @property
     def prefill_token_s(self) -> float | None:
-        """A token of a prefill, the fixed part of its step apart."""
+        """Seconds of each token of a prefill, beside the fixed part of its step."""
         return self._line()[1] if self._prefills else None
 
     def prefill_s(self, num_tokens: int) -> float | None:
-        """A prefill step of so many tokens."""
+        """Seconds of a prefill step of `num_tokens` tokens."""
         if not self._prefills:
             return None
         fixed_s, token_s = self._line()
         return fixed_s + token_s * num_tokens
 
     def prefill_tokens_within(self, seconds: float) -> int | None:
-        """The most tokens that a prefill step can have to take no longer, 0 or less if none."""
+        """The most tokens with which a prefill step takes no longer; 0 or less if none do."""
         if not self._prefills:
             return None
         fixed_s, token_s = self._line()
@@ -92,7 +92,7 @@ class StepEstimates:
                 slope = float(np.median(slopes))
             else:
                 slope = 0.0
-            # Nothing to tell the two apart by, or noise: all of it goes to the tokens.
+            # All prefills have one size, or the slope is noise: the tokens take all of the time.
             if slope <= 0:
                 slope = max(float(np.median(seconds / tokens)), 1e-12)
             fixed = max(0.0, float(np.median(seconds - slope * tokens)))

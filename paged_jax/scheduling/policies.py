@@ -1,17 +1,18 @@
-"""In which order requests are served: one small class a policy, found by its name.
+"""Policies: the order in which requests are served. Each is a small class, found by its name.
 
     @register("longest_prompt_first")
     class LongestPromptFirst(Policy):
         def key(self, request):
             return -len(request.prompt_token_ids)
 
-A request's key is asked for once, when it is added. Nobody starves if only finitely many requests
-can ever come to stand before any given one. So it is where the key is a date to be served by: the
-time of arrival, plus something bounded. That is ageing: what a waiting request gains on a new one
-with each second is the new one's later arrival. (The policy of the example starves short prompts.)
+The scheduler asks for a request's key once, when the request is added. No request starves if only
+finitely many requests can ever come to stand before it. That holds where the key is a date to be
+served by: the time of arrival, plus something bounded. This is ageing: with each second, a new
+request arrives a second later, and so a waiting one gains on it. (The example's policy has no such
+key, and starves short prompts.)
 
-Requests that run are not stopped for one that goes first: it is the next to be admitted, and the
-last to be preempted.
+Running requests are not stopped for one that comes to stand before them: it is the next to be
+admitted, and the last to be preempted.
 """
 
 import math
@@ -24,17 +25,17 @@ from paged_jax.scheduling.request import PolicyKey, Request
 
 
 class Policy(ABC):
-    """Ranks requests, and says when the scheduler may admit any.
+    """Ranks requests, and says when the scheduler may admit some.
 
-    `admits_batches`: whether all that fit are admitted at once, however many iterations it takes
-    to prefill them; otherwise as many as an iteration can begin to prefill.
+    If `admits_batches`, all requests that fit are admitted at once, however many iterations their
+    prefill takes; otherwise as many as an iteration can begin to prefill.
     """
 
     admits_batches = False
 
     @abstractmethod
     def key(self, request: Request) -> PolicyKey:
-        """The lower, the sooner; among equal keys, those added first come first."""
+        """The lower, the sooner; among equal keys, the request added first comes first."""
 
     def may_admit(self, num_running: int) -> bool:
         """Asked before an iteration admits requests, while `num_running` sequences run.
@@ -45,8 +46,8 @@ class Policy(ABC):
 
 
 def key_of(policy: Policy, request: Request) -> tuple[float, ...]:
-    """The policy's key for a request, as a tuple; ValueError for what nothing can be sorted by."""
-    key: Any = policy.key(request)  # a policy is anybody's
+    """The policy's key for a request, as a tuple; ValueError for a key that cannot be sorted by."""
+    key: Any = policy.key(request)  # a user's policy may return anything
     numbers: tuple[Any, ...] = key if isinstance(key, tuple) else (key,)
     if not all(isinstance(number, Real) and not math.isnan(number) for number in numbers):
         raise ValueError(
@@ -60,7 +61,7 @@ POLICIES: dict[str, Callable[[], Policy]] = {}
 
 
 def register[P: Policy](name: str) -> Callable[[type[P]], type[P]]:
-    """Make a policy known under a name; ValueError if it is taken."""
+    """Register a policy under a name; ValueError if the name is taken."""
 
     def add(policy: type[P]) -> type[P]:
         if name in POLICIES:
@@ -72,7 +73,7 @@ def register[P: Policy](name: str) -> Callable[[type[P]], type[P]]:
 
 
 def make_policy(policy: str | Policy) -> Policy:
-    """The policy of that name; ValueError, naming those there are, if it is unknown."""
+    """The policy of that name; ValueError, with all names, if there is none."""
     if isinstance(policy, Policy):
         return policy
     if not isinstance(policy, str) or policy not in POLICIES:
@@ -92,7 +93,7 @@ class FirstComeFirstServed(Policy):
 class Priority(Policy):
     """By priority, where each level is worth `ageing_s` seconds of waiting.
 
-    A request is overtaken by those of a priority lower by k only if they arrive within
+    A request whose priority is lower by k overtakes another only if it arrives within
     k * `ageing_s` seconds after it.
     """
 
@@ -107,7 +108,7 @@ class Priority(Policy):
 
 @register("shortest_prompt_first")
 class ShortestPromptFirst(Policy):
-    """Short prompts first, where a token more is worth `token_s` seconds of waiting."""
+    """Short prompts first, where each token is worth `token_s` seconds of waiting."""
 
     def __init__(self, token_s: float = 0.05):
         if not 0 <= token_s < float("inf"):
@@ -120,10 +121,10 @@ class ShortestPromptFirst(Policy):
 
 @register("static")
 class StaticBatching(FirstComeFirstServed):
-    """Request-level batching, as in FasterTransformer and all that came before ORCA.
+    """Request-level batching, as in FasterTransformer and the other systems before ORCA.
 
-    When nothing runs, a batch is formed of as many waiting requests as fit, in the order of their
-    addition; nobody joins until all of it has ended.
+    When nothing runs, as many waiting requests as fit form a batch, in the order of their addition.
+    No request joins until the whole batch has ended.
     """
 
     admits_batches = True

@@ -1,8 +1,9 @@
-"""Who waits and who runs: unfinished sequences in the order in which they are served."""
+"""Queues: unfinished sequences by state, each in the order in which they are served; their ends."""
 
 import heapq
 from bisect import bisect_left, insort
 from collections.abc import Iterator
+from dataclasses import dataclass
 from itertools import takewhile
 
 from paged_jax.memory.interface import MemoryManager
@@ -10,21 +11,47 @@ from paged_jax.outputs import FinishReason
 from paged_jax.scheduling.request import Request, Sequence, SequenceStatus
 
 
+@dataclass(slots=True)
+class Counters:
+    """What has happened since the scheduler was made.
+
+    A group is all running sequences of a request, which are preempted together.
+    """
+
+    num_refused: int = 0  # requests that `Scheduler.add` did not take
+    num_finished: int = 0  # sequences that have ended, for whatever reason
+    num_timeouts: int = 0  # requests that their deadline has ended
+    num_preemptions: int = 0  # groups that have lost their blocks
+    num_preemptions_by_swap: int = 0  # of these, groups whose blocks went to host memory
+    num_swap_fallbacks: int = 0  # groups computed again because a pool had no room to swap them
+    num_recomputed_tokens: int = 0  # tokens whose keys and values were computed and lost
+    num_swapped_out_blocks: int = 0
+    num_swapped_in_blocks: int = 0
+
+
 def order(seq: Sequence) -> tuple[tuple[tuple[float, ...], int], int]:
-    """What all queues are sorted by: the rank of the request, then the place in it."""
+    """The key that sorts all queues: the rank of the request, then the sequence's place in it."""
     return seq.request.rank, seq.index
 
 
 class Queues:
-    """Four lists of sequences, each sorted by `order`; a sequence is in the one of its state."""
+    """Four lists of sequences, each sorted by `order`; a sequence is in the one of its state.
+
+    | queue        | status  | the sequence holds | it has to compute                       |
+    |--------------|---------|--------------------|-----------------------------------------|
+    | `decoding`   | RUNNING | a block table      | its newest token                        |
+    | `prefilling` | RUNNING | a block table      | a prompt, or all tokens after recompute |
+    | `swapped`    | SWAPPED | host blocks        | the same as when it was swapped out     |
+    | `waiting`    | WAITING | nothing            | all of its tokens                       |
+    """
 
     __slots__ = ("decoding", "prefilling", "swapped", "waiting")
 
     def __init__(self) -> None:
-        self.decoding: list[Sequence] = []  # running; all tokens but the newest are computed
-        self.prefilling: list[Sequence] = []  # running; more than that is to be computed
-        self.waiting: list[Sequence] = []  # hold no memory
-        self.swapped: list[Sequence] = []  # hold blocks in host memory
+        self.decoding: list[Sequence] = []
+        self.prefilling: list[Sequence] = []
+        self.waiting: list[Sequence] = []
+        self.swapped: list[Sequence] = []
 
     @property
     def num_running(self) -> int:
@@ -32,12 +59,17 @@ class Queues:
 
     @property
     def num_taken_places(self) -> int:
-        """Sequences that run, and beams that will when their prompt is computed."""
+        """Running sequences; a beam search in its prefill counts as all beams that it will have."""
         return len(self.decoding) + sum(seq.num_places for seq in self.prefilling)
 
     @property
+    def num_waiting_requests(self) -> int:
+        """Requests of which a sequence waits or is swapped out."""
+        return len({seq.request.request_id for seq in (*self.waiting, *self.swapped)})
+
+    @property
     def next_is_swapped(self) -> bool:
-        """Whether the first of those that do not run is swapped out."""
+        """Whether, of all sequences that do not run, the first in order is swapped out."""
         swapped, waiting = self.swapped, self.waiting
         return bool(swapped) and (not waiting or order(swapped[0]) < order(waiting[0]))
 
@@ -47,7 +79,7 @@ class Queues:
         return list(takewhile(lambda seq: seq.request is request, self.swapped))
 
     def last_running(self) -> Sequence:
-        """The running sequence that is last in order; some sequence runs."""
+        """The running sequence that is last in order; some sequence has to run."""
         return max((queue[-1] for queue in (self.decoding, self.prefilling) if queue), key=order)
 
     def running(self) -> Iterator[Sequence]:
@@ -62,7 +94,7 @@ class Queues:
         return all(seq.request is request for seq in ends)
 
     def add_request(self, request: Request) -> None:
-        """All its sequences wait."""
+        """Let all sequences of a new request wait."""
         at = bisect_left(self.waiting, (request.rank, 0), key=order)
         self.waiting[at:at] = request.sequences
 
@@ -74,12 +106,17 @@ class Queues:
         insort(self._queue_of(seq), seq, key=order)
 
     def remove(self, seq: Sequence) -> None:
-        """Take it out; ValueError if it is not where its state says."""
+        """Take a sequence out of its queue; ValueError if it is not where its state says."""
         queue = self._queue_of(seq)
         at = bisect_left(queue, order(seq), key=order)
         if at == len(queue) or queue[at] is not seq:
             raise ValueError(f"{seq!r} is in no queue")
         del queue[at]
+
+    def replace_decoding(self, old: list[Sequence], new: list[Sequence]) -> None:
+        """Put the new beams of a search in the place of its old ones, all of which decode."""
+        at = self.decoding.index(old[0])
+        self.decoding[at : at + len(old)] = new
 
     def _queue_of(self, seq: Sequence) -> list[Sequence]:
         if seq.status is SequenceStatus.RUNNING:
@@ -90,13 +127,12 @@ class Queues:
 class Unfinished:
     """The requests that have not finished, by id and by deadline, and all ways to end them."""
 
-    def __init__(self, memory: MemoryManager, queues: Queues):
+    def __init__(self, memory: MemoryManager, queues: Queues, counters: Counters):
         self._memory = memory
         self._queues = queues
+        self._counters = counters
         self.requests: dict[str, Request] = {}
-        self._deadlines: list[tuple[float, str]] = []  # a heap; those that have ended included
-        self.num_finished = 0  # sequences, for whatever reason
-        self.num_timeouts = 0  # requests
+        self._deadlines: list[tuple[float, str]] = []  # a heap, with requests that have ended
 
     def add(self, request: Request) -> None:
         self.requests[request.request_id] = request
@@ -107,7 +143,7 @@ class Unfinished:
                 self._forget_deadlines()
 
     def _forget_deadlines(self) -> None:
-        """Those of requests that have ended, most of which never reach them."""
+        """Forget the deadlines of requests that have ended; most end before their deadline."""
         self._deadlines = [
             (request.deadline_s, request_id)
             for request_id, request in self.requests.items()
@@ -125,7 +161,7 @@ class Unfinished:
     ) -> None:
         """End a sequence in any state and free its blocks; nothing happens if it has ended.
 
-        With `discard` nothing that only it has computed stays in the prefix cache.
+        With `discard` nothing that only this sequence has computed stays in the prefix cache.
         """
         if seq.status is SequenceStatus.FINISHED:
             return
@@ -135,14 +171,14 @@ class Unfinished:
         seq.status = SequenceStatus.FINISHED
         seq.finish_reason = reason
         seq.stop_reason = stop_reason
-        self.num_finished += 1
+        self._counters.num_finished += 1
         if seq.request.is_finished:
             del self.requests[seq.request.request_id]
 
     def end(
         self, request_id: str, reason: FinishReason, *, discard: bool = False
     ) -> list[Sequence]:
-        """End what is left of a request; returns those sequences, none if it has ended."""
+        """End the unfinished sequences of a request and return them; none if it has ended."""
         request = self.requests.get(request_id)
         if request is None:
             return []
@@ -152,7 +188,7 @@ class Unfinished:
         return left
 
     def fail(self, request_id: str, message: str) -> list[Sequence]:
-        """End a request for a fault: nothing that only it has computed can be trusted."""
+        """End a request for a fault: nothing that only this request has computed can be trusted."""
         request = self.requests.get(request_id)
         if request is not None:
             request.error = message
@@ -167,5 +203,5 @@ class Unfinished:
             # Another request may have taken the id of one that ended.
             if request is not None and request.deadline_s == deadline_s:
                 ended += self.end(request_id, "timeout")
-                self.num_timeouts += 1
+                self._counters.num_timeouts += 1
         return ended

@@ -22,58 +22,49 @@ class SequenceStatus(enum.Enum):
     FINISHED = enum.auto()
 
 
+@dataclass(slots=True, eq=False, repr=False)
 class Sequence:
     """One of a request's `n` continuations: its tokens and how far they are computed.
 
     The last token of a running sequence has just been sampled: its keys and values are computed
-    when it is fed back to yield the next one. Those of a sequence's very last token are therefore
-    never needed, and a sequence that ends with L tokens takes L - 1 slots.
+    when it is fed back to yield the next one. The very last token is never fed back, so a sequence
+    that ends with L tokens takes L - 1 slots.
     """
 
-    __slots__ = (
-        "candidates",  # likeliest next tokens of a beam that waits for those of the other beams
-        "cumulative_logprob",  # of what was generated, where steps report log-probabilities
-        "end_token_ids",  # frozenset of those that end it; the scheduler adds EOS
-        "finish_reason",  # FinishReason | None
-        "index",  # which of the request's sequences
-        "is_beam",
-        "is_prefilling",  # whether it runs, or did, with more than its newest token to compute
-        "max_num_tokens",  # length at which it ends, prompt included
-        "min_num_tokens",  # length below which no token ends it, prompt included
-        "needs_history",  # whether a step needs its tokens so far, not the newest alone
-        "num_computed_tokens",  # tokens whose keys and values are in the cache
-        "num_prompt_tokens",
-        "num_writable_slots",  # leading slots that it decodes into without asking; 0: unknown
-        "request",
-        "sampling_seed",  # uint32: its own random stream
-        "seq_id",  # unique in the process
-        "status",
-        "stop_reason",  # the stop token id or stop string that ended it; None for EOS
-        "token_ids",  # prompt, then what was generated
-    )
+    request: "Request"
+    index: int  # which of the request's sequences
+    seq_id: int = field(init=False, default_factory=lambda: next(_seq_ids))  # unique in the process
+    status: SequenceStatus = field(init=False, default=SequenceStatus.WAITING)
+    # Whether it has, or had when it was swapped out, more than its newest token to compute.
+    is_prefilling: bool = field(init=False, default=False)
+    token_ids: list[int] = field(init=False)  # the prompt's tokens, then the generated ones
+    num_prompt_tokens: int = field(init=False)
+    num_computed_tokens: int = field(init=False, default=0)  # with keys and values in the cache
+    num_writable_slots: int = field(init=False, default=0)  # leading slots known to be its own
+    min_num_tokens: int = field(init=False)  # length below which no token ends it
+    max_num_tokens: int = field(init=False)  # length at which it ends, prompt included
+    end_token_ids: frozenset[int] = field(init=False)  # tokens that end it; the scheduler adds EOS
+    sampling_seed: int = field(init=False)  # uint32: its own random stream
+    needs_history: bool = field(init=False)  # whether a step needs its tokens before the newest
+    is_beam: bool = field(init=False)
+    # (token, log-probability) of the likeliest next tokens, while a beam waits for other beams.
+    candidates: tuple[tuple[int, float], ...] | None = field(init=False, default=None)
+    cumulative_logprob: float = field(init=False, default=0.0)  # where steps report logprobs
+    finish_reason: FinishReason | None = field(init=False, default=None)
+    stop_reason: int | str | None = field(init=False, default=None)  # token or string; None: EOS
 
-    def __init__(self, request: "Request", index: int):
-        params = request.params
-        self.seq_id = next(_seq_ids)
-        self.request = request
-        self.index = index
+    def __post_init__(self) -> None:
+        request, params = self.request, self.request.params
         self.token_ids = list(request.prompt_token_ids)
         self.num_prompt_tokens = len(self.token_ids)
-        self.max_num_tokens = self.num_prompt_tokens + params.max_tokens
         self.min_num_tokens = self.num_prompt_tokens + params.min_tokens
-        self.num_computed_tokens = self.num_writable_slots = 0
-        self.is_beam = params.beam_width is not None
-        self.needs_history = params.needs_history
-        self.cumulative_logprob = 0.0
-        self.candidates: tuple[tuple[int, float], ...] | None = None  # (token, log-probability)
-        self.status = SequenceStatus.WAITING
-        self.is_prefilling = False
-        self.finish_reason: FinishReason | None = None
-        self.stop_reason: int | str | None = None
+        self.max_num_tokens = self.num_prompt_tokens + params.max_tokens
         self.end_token_ids = frozenset(params.stop_token_ids)
-        # An odd multiplier keeps a request's streams apart, the golden ratio those of
-        # neighbouring seeds.
-        self.sampling_seed = (request.seed + index * 0x9E3779B9) % 2**32
+        # An odd multiplier keeps the streams of a request apart; the golden ratio keeps apart the
+        # streams of neighbouring seeds.
+        self.sampling_seed = (request.seed + self.index * 0x9E3779B9) % 2**32
+        self.needs_history = params.needs_history
+        self.is_beam = params.beam_width is not None
 
     @property
     def num_tokens(self) -> int:
@@ -95,7 +86,7 @@ class Sequence:
 
     @property
     def num_places(self) -> int:
-        """How many sequences it will be: a beam search starts as one."""
+        """How many sequences it will be: a search starts as one beam."""
         return (self.is_fresh and self.request.params.beam_width) or 1
 
     @property
@@ -106,6 +97,16 @@ class Sequence:
     @property
     def is_finished(self) -> bool:
         return self.status is SequenceStatus.FINISHED
+
+    def end_with(self, token: int) -> tuple[FinishReason, int | None] | None:
+        """(finish reason, stop reason) if `token`, as its next one, ends the sequence; else None.
+
+        The stop reason is the stop token, or None for EOS and for the greatest length.
+        """
+        num_tokens = len(self.token_ids) + 1
+        if token in self.end_token_ids and num_tokens >= self.min_num_tokens:
+            return "stop", None if token in self.request.eos_token_ids else token
+        return ("length", None) if num_tokens >= self.max_num_tokens else None
 
     def branch(self) -> "Sequence":
         """A sequence of the same request that goes on from the same tokens."""
@@ -125,13 +126,15 @@ class Sequence:
 
 @dataclass(slots=True, eq=False)
 class Request:
-    """A prompt, how to continue it, and the sequences that do.
+    """A prompt, how to continue it, and the sequences that continue it; an empty one: ValueError.
 
-    They are `params.num_sequences` from the start, or the live beams of a search: one until the
-    prompt is computed, then `beam_width`. `seed` is `params.seed`, or one that the engine chose;
-    `arrival_time` and `deadline_s`, when it is ended if it has not finished, are in seconds on the
-    engine's monotonic clock. `priority` counts where the policy looks at it: lower goes first.
-    ValueError for an empty prompt.
+    A sample has `params.num_sequences` sequences from the start. The sequences of a search are its
+    live beams: one until the prompt is computed, then `beam_width`.
+
+    seed: `params.seed`, or a seed that the engine chose.
+    arrival_time: seconds on the engine's monotonic clock.
+    priority: lower goes first, where the policy looks at it.
+    deadline_s: when the request is ended if it has not finished; seconds on the same clock.
     """
 
     request_id: str
@@ -143,16 +146,18 @@ class Request:
     deadline_s: float | None = None
     sequences: list[Sequence] = field(init=False, repr=False)
     beam_search: BeamSearch | None = field(init=False, default=None, repr=False)
-    # Leading prompt tokens that were in the cache when it was first admitted; None before.
+    # EOS tokens that end its sequences, beside `params.stop_token_ids`; the scheduler sets them.
+    eos_token_ids: frozenset[int] = field(init=False, repr=False, default=frozenset())
+    # Leading prompt tokens found in the cache when it was first admitted; None before.
     num_cached_tokens: int | None = field(init=False, default=None)
-    # Its place in the order in which requests are served, and preempted from the end of; lower goes
-    # first. Fixed when it is added.
+    # Its place in the order of service, lower first; preemption begins at the end of that order.
+    # Fixed when the request is added.
     rank: tuple[tuple[float, ...], int] = field(init=False, repr=False, default=((), 0))
-    # Only those of equal salts find each other's blocks in the prefix cache.
+    # Only requests of equal salts find each other's blocks in the prefix cache.
     salt: Hashable = field(init=False, repr=False, default=None)
     num_preemptions: int = field(init=False, default=0)  # its sequences together count as one
     error: str | None = field(init=False, default=None)  # why it failed
-    # Of the prompt's tokens from the second on, as far as they are computed, where asked for.
+    # For the prompt's tokens from the second on, as far as they are computed, where asked for.
     prompt_logprobs: list[TokenLogprobs] = field(init=False, repr=False, default_factory=list)
 
     def __post_init__(self) -> None:
@@ -162,11 +167,10 @@ class Request:
         self.sequences = [Sequence(self, index) for index in range(count)]
 
     def begin(self, eos_token_ids: frozenset[int]) -> None:
-        """Set what ends its sequences, and start its search if it has beams."""
+        """Set the tokens that end its sequences, and start its search if it has beams."""
         params = self.params
-        ending = frozenset(params.stop_token_ids)
-        if not params.ignore_eos:
-            ending |= eos_token_ids
+        self.eos_token_ids = frozenset() if params.ignore_eos else eos_token_ids
+        ending = self.eos_token_ids | frozenset(params.stop_token_ids)
         for seq in self.sequences:
             seq.end_token_ids = ending
         if params.beam_width:

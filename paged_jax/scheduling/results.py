@@ -1,20 +1,109 @@
-"""What an iteration's results do: tokens are appended, full blocks published, sequences ended."""
+"""What an iteration's results do to its sequences, step by step for `Scheduler.update`."""
 
 import collections.abc
 
 from paged_jax.memory.interface import MemoryManager
-from paged_jax.outputs import TokenLogprobs
-from paged_jax.scheduling.batch import ScheduledBatch, start_forks
-from paged_jax.scheduling.queues import Queues, Unfinished
+from paged_jax.outputs import FinishReason, TokenLogprobs
+from paged_jax.scheduling.batch import PrefillChunk, ScheduledBatch, start_forks
+from paged_jax.scheduling.queues import Queues
 from paged_jax.scheduling.request import Request, Sequence, SequenceStatus
 
+type Endings = dict[Sequence, tuple[FinishReason, int | str | None]]  # finish and stop reason
 
-def advance(request: Request, memory: MemoryManager) -> list[Sequence]:
-    """Replace the request's beams by those of the next step; returns the old ones.
 
-    All of them have candidates. A beam that goes on in several ways is forked, one that does not
-    go on is freed at once. Nothing is changed when the search is done. ValueError, and nothing
-    changes, for candidates that are no numbers.
+def take_decodes(
+    decodes: list[Sequence], sampled: collections.abc.Sequence[int], memory: MemoryManager
+) -> Endings:
+    """Append each decode's token, and commit the block that it has filled.
+
+    `sampled` has a token for each decode, and then others. Returns the sequences that end by their
+    token. Beams get theirs by `advance_beams`.
+    """
+    endings: Endings = {}
+    running = SequenceStatus.RUNNING
+    block_size, commit_full_blocks = memory.block_size, memory.commit_full_blocks
+    for seq, token in zip(decodes, sampled, strict=False):
+        if seq.status is running:
+            token_ids = seq.token_ids
+            seq.num_computed_tokens = num_tokens = len(token_ids)
+            if not num_tokens % block_size:
+                commit_full_blocks(seq.seq_id, token_ids, num_tokens)
+            if seq.is_beam:
+                continue
+            if (num_tokens + 1 >= seq.max_num_tokens or token in seq.end_token_ids) and (
+                end := seq.end_with(token)
+            ):
+                endings[seq] = end
+            token_ids.append(token)
+    return endings
+
+
+def take_prefills(
+    chunks: list[PrefillChunk],
+    sampled: collections.abc.Sequence[int],
+    memory: MemoryManager,
+    queues: Queues,
+) -> Endings:
+    """Commit what each chunk has computed; a completed prompt decodes from now on.
+
+    Its forks, as far as they still wait, share its blocks. `sampled` has a token for each completed
+    prompt and for each of its forks. Returns the sequences that end by their first token.
+    """
+    endings: Endings = {}
+    tokens = iter(sampled)
+    for chunk in chunks:
+        seq = chunk.seq
+        branches = [seq, *chunk.forks] if chunk.completes else []
+        first_tokens = [next(tokens) for _ in branches]
+        if seq.status is not SequenceStatus.RUNNING:
+            continue
+        seq.num_computed_tokens += chunk.num_tokens
+        memory.commit_full_blocks(seq.seq_id, seq.token_ids, seq.num_computed_tokens)
+        if not chunk.completes:
+            continue
+        queues.move(seq, SequenceStatus.RUNNING)
+        started = [seq, *start_forks(chunk, memory, queues)]
+        if seq.is_beam:
+            continue
+        for branch, token in zip(branches, first_tokens, strict=True):
+            if branch in started:
+                if end := branch.end_with(token):
+                    endings[branch] = end
+                branch.token_ids.append(token)
+    return endings
+
+
+def take_stops(batch: ScheduledBatch, stops: collections.abc.Mapping[int, str]) -> Endings:
+    """The sequences that a stop string ends."""
+    running = SequenceStatus.RUNNING
+    return {
+        seq: ("stop", stops[seq.seq_id])
+        for seq in batch.sampled
+        if seq.seq_id in stops and seq.status is running
+    }
+
+
+def take_logprobs(
+    batch: ScheduledBatch, logprobs: collections.abc.Sequence[TokenLogprobs | None]
+) -> list[Request]:
+    """Add up log-probabilities, and note the candidates of beams; returns the searches."""
+    searches: dict[str, Request] = {}
+    if logprobs.count(None) < len(logprobs):
+        for seq, row in zip(batch.sampled, logprobs, strict=False):
+            if row is not None and seq.status is SequenceStatus.RUNNING:
+                seq.cumulative_logprob += row.sampled
+                if seq.is_beam:
+                    seq.candidates = row.top
+                    searches[seq.request.request_id] = seq.request
+    return list(searches.values())
+
+
+def advance_beams(request: Request, memory: MemoryManager) -> list[Sequence]:
+    """Replace the request's beams by the beams of the next step; returns the old ones.
+
+    All of them have candidates. A beam that goes on in several ways is forked, and one that does
+    not go on is freed at once. Nothing changes where the search is done by this step. ValueError,
+    and nothing changes, for candidates that are no numbers.
     """
     search = request.beam_search
     assert search is not None
@@ -42,115 +131,3 @@ def advance(request: Request, memory: MemoryManager) -> list[Sequence]:
         beam.token_ids.append(token)
     request.sequences = beams
     return old
-
-
-class Results:
-    """Takes results in, for the scheduler."""
-
-    def __init__(
-        self,
-        memory: MemoryManager,
-        queues: Queues,
-        unfinished: Unfinished,
-        eos_token_ids: frozenset[int],
-    ):
-        self._memory = memory
-        self._queues = queues
-        self._unfinished = unfinished
-        self._eos_token_ids = eos_token_ids
-
-    def take(
-        self,
-        batch: ScheduledBatch,
-        sampled: collections.abc.Sequence[int],
-        logprobs: collections.abc.Sequence[TokenLogprobs | None],
-        prompt_logprobs: collections.abc.Sequence[collections.abc.Sequence[TokenLogprobs]],
-    ) -> list[Sequence]:
-        """See `Scheduler.update`."""
-        decodes = batch.decodes
-        if len(sampled) != batch.num_samples:
-            raise ValueError(f"{len(sampled)} tokens for {batch.num_samples} samples")
-        running = SequenceStatus.RUNNING
-        block_size, publish = self._memory.block_size, self._memory.publish
-        ended: list[Sequence] = []
-        for seq, token in zip(decodes, sampled, strict=False):
-            if seq.status is running:
-                token_ids = seq.token_ids
-                seq.num_computed_tokens = num_tokens = len(token_ids)
-                if not num_tokens % block_size:
-                    publish(seq.seq_id, token_ids, num_tokens)
-                if seq.is_beam:
-                    continue
-                token_ids.append(token)
-                if num_tokens + 1 >= seq.max_num_tokens or token in seq.end_token_ids:
-                    ended.append(seq)
-        if batch.prefills:
-            self._take_prefills(batch, sampled[len(decodes) :], ended)
-            for chunk, scores in zip(batch.prefills, prompt_logprobs, strict=False):
-                chunk.seq.request.prompt_logprobs += scores
-        searching: dict[str, Request] = {}
-        if logprobs.count(None) < len(logprobs):
-            for seq, row in zip(batch.sampled, logprobs, strict=False):
-                if row is not None and seq.status is running:
-                    seq.cumulative_logprob += row.sampled
-                    if seq.is_beam:
-                        seq.candidates = row.top
-                        searching[seq.request.request_id] = seq.request
-        finished = [seq for seq in ended if self._end(seq)]
-        for request in searching.values():
-            finished += self._advance_beams(request)
-        return finished
-
-    def _take_prefills(
-        self,
-        batch: ScheduledBatch,
-        sampled: collections.abc.Sequence[int],
-        ended: list[Sequence],
-    ) -> None:
-        first_tokens = iter(sampled)
-        for chunk in batch.prefills:
-            seq = chunk.seq
-            tokens = [next(first_tokens) for _ in (seq, *chunk.forks)] if chunk.completes else []
-            if seq.status is not SequenceStatus.RUNNING:
-                continue
-            seq.num_computed_tokens += chunk.num_tokens
-            self._memory.publish(seq.seq_id, seq.token_ids, seq.num_computed_tokens)
-            if not chunk.completes:
-                continue
-            self._queues.move(seq, SequenceStatus.RUNNING)
-            started = [seq, *start_forks(chunk, self._memory, self._queues)]
-            if seq.request.beam_search is not None:
-                continue
-            for started_seq, token in zip((seq, *chunk.forks), tokens, strict=True):
-                if started_seq in started:
-                    started_seq.token_ids.append(token)
-                    ended.append(started_seq)
-
-    def _advance_beams(self, request: Request) -> list[Sequence]:
-        """Take a step of the search if all its beams have candidates; returns those that end."""
-        if any(seq.candidates is None for seq in request.sequences):
-            return []
-        search = request.beam_search
-        assert search is not None
-        try:
-            old = advance(request, self._memory)
-        except ValueError as error:
-            return self._unfinished.fail(request.request_id, f"beam search: {error}")
-        if not search.is_done:
-            decoding = self._queues.decoding
-            at = decoding.index(old[0])
-            decoding[at : at + len(old)] = request.sequences
-            return []
-        return self._unfinished.end(request.request_id, "stop")
-
-    def _end(self, seq: Sequence) -> bool:
-        """Finish the sequence if its newest token ends it."""
-        token = seq.token_ids[-1]
-        num_tokens = len(seq.token_ids)
-        if token in seq.end_token_ids and num_tokens >= seq.min_num_tokens:
-            params = seq.request.params
-            is_eos = token in self._eos_token_ids and not params.ignore_eos
-            self._unfinished.finish(seq, "stop", None if is_eos else token)
-        elif num_tokens >= seq.max_num_tokens:
-            self._unfinished.finish(seq, "length")
-        return seq.is_finished

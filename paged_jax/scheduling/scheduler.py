@@ -1,62 +1,54 @@
-"""Iteration-level scheduling (ORCA): admission, decodes and chunks of prefill, preemption.
+"""Iteration-level scheduling (ORCA): the whole loop, top to bottom.
 
-Progress: every request ends, whatever the policy, as long as only finitely many can come to stand
-before any given one (see `policies`). All decisions are taken in order of rank, which is fixed.
+    schedule  1. decodes grow     each gets a slot for its newest token; the last in order make room
+              2. swaps come back  sequences in host memory, with slots for their decodes
+              3. prefills go on   the next chunks of prompts under way
+              4. admission        waiting sequences begin their prefill
+              5. beams make way   where nothing runs but beams that wait for beams without room
+              6. the plan         as plain data: chunks, decodes, forks, copies and swaps
+    execute                       by the engine's executor
+    update    7. tokens           are appended, full blocks committed, forks started
+              8. ends             sequences that their token ends free their blocks
+              9. searches         replace their beams
 
-Take the first unfinished request in that order, once no other will come to stand before it.
-
-- One of its sequences runs. No other request preempts it: victims are taken from the end. If it is
-  alone, it may have to make room for itself: a sample's sequences then go on one after the other,
-  and beams that hold blocks twice are computed again, each finding what the others have in common
-  with it. The token budget is at least `max_num_seqs`, and decodes take one token each, so it
-  leaves one for the first sequence that is not fully prefilled; a target for the time between
-  tokens does too. So each iteration computes at least one token of it, but for the one that admits
-  it, which may leave it out to save padding, and while beams wait for others, which are the next
-  to be admitted.
-- None of them runs. It is the next to be admitted, and nobody else is. By what was just said, the
-  first of those that run goes on until it ends, and then the next, until there is room; at the
-  latest when nothing runs. No watermark applies then, `add` has made sure that it fits, and what is
-  swapped out but cannot come back as it was is computed again. The same holds for a static batch.
-
-Hence it ends, and by induction all do. The beams of a search are preempted together, and go on when
-all of them have been computed; a sequence waits while a sibling is being prefilled, to share what
-that computes. Where beams that run wait for siblings which cannot be admitted, because another
-request comes before them, and nothing else is left to compute, they give up their blocks.
-
-Preemptions are bounded. Each time a request is preempted, it leaves about twice as many blocks free
-when it is admitted again, so after log2(blocks) + 1 times it is admitted only when nothing runs;
-from then on only requests that are added later and stand before it can preempt it, each once, and
-its own sequences each other, each once more.
+All decisions are taken in order of rank, which is fixed when a request is added. The `README.md` of
+this folder states what follows: every request ends, and preemptions are bounded.
 """
 
 import collections.abc
+import types
+from bisect import insort
 
 from paged_jax.config import EngineConfig
 from paged_jax.memory.interface import MemoryManager
 from paged_jax.memory.usage import MemoryUsage
 from paged_jax.outputs import FinishReason, TokenLogprobs
 from paged_jax.scheduling.admission import Admission
-from paged_jax.scheduling.ahead import decodes_after
 from paged_jax.scheduling.batch import ScheduledBatch, add_forks
-from paged_jax.scheduling.checks import check_fits, check_queue, pin
-from paged_jax.scheduling.chunking import PrefillBudget, PrefillPlan, fit_to_sizes
-from paged_jax.scheduling.counters import Counters
+from paged_jax.scheduling.checks import check_fits, check_queue, num_blocks_needed
+from paged_jax.scheduling.chunking import PrefillPlan, prefill_budget
 from paged_jax.scheduling.estimates import StepEstimates
 from paged_jax.scheduling.policies import key_of, make_policy
 from paged_jax.scheduling.preemption import Preemption
-from paged_jax.scheduling.queues import Queues, Unfinished
+from paged_jax.scheduling.queues import Counters, Queues, Unfinished, order
 from paged_jax.scheduling.request import Request, Sequence, SequenceStatus
-from paged_jax.scheduling.results import Results
+from paged_jax.scheduling.results import (
+    advance_beams,
+    take_decodes,
+    take_logprobs,
+    take_prefills,
+    take_stops,
+)
 
 
-class Scheduler(Counters):
+class Scheduler:
     """Decides what each iteration computes: schedule -> execute -> update.
 
     config: the engine's options, all resolved; `paged_jax.config` describes them.
     eos_token_ids: tokens that end every sequence which does not set `ignore_eos`.
     prefill_sizes: tokens of a prefill step that the executor computes without padding, ascending;
         none: any number.
-    estimates: what iterations cost; whoever executes them feeds it.
+    estimates: what iterations cost; the engine lets them observe each executed iteration.
     """
 
     def __init__(
@@ -68,36 +60,22 @@ class Scheduler(Counters):
         prefill_sizes: collections.abc.Sequence[int] = (),
         estimates: StepEstimates | None = None,
     ):
-        super().__init__()
         self.memory = memory
         self.config = config
         self.policy = make_policy(config.scheduling_policy)
         self.estimates = StepEstimates() if estimates is None else estimates
-        # Where prompts are not cut, not even to save padding.
-        self._prefill_sizes = tuple(prefill_sizes) if config.enable_chunked_prefill else ()
-        self._prefill_budget = PrefillBudget(
-            config.max_num_batched_tokens,
-            is_chunked=config.enable_chunked_prefill,
-            target_inter_token_s=config.target_inter_token_s,
-            least_tokens=min(prefill_sizes, default=1),
-            estimates=self.estimates,
-        )
-        self._eos_token_ids = frozenset(eos_token_ids)
-
+        self.counters = Counters()
         self.queues = Queues()
-        self._unfinished = Unfinished(memory, self.queues)
-        self._preemption = Preemption(memory, self.queues, config.preemption_mode, self.estimates)
-        self._admission = Admission(
-            memory,
-            self.queues,
-            self._preemption,
-            self.policy,
-            max_num_seqs=config.max_num_seqs,
-            watermark_blocks=int(config.watermark * memory.num_total_blocks),
+        self._unfinished = Unfinished(memory, self.queues, self.counters)
+        self._preemption = Preemption(
+            memory, self.queues, self.counters, config.preemption_mode, self.estimates
         )
-        self._results = Results(memory, self.queues, self._unfinished, self._eos_token_ids)
+        self._admission = Admission(memory, self.queues, self._preemption, self.policy, config)
+        self._eos_token_ids = frozenset(eos_token_ids)
+        # Prompts that are computed whole are not cut to save padding either.
+        self._prefill_sizes = tuple(prefill_sizes) if config.enable_chunked_prefill else ()
         self._num_added = 0
-        self._num_blocks_left = 0  # free ones when an iteration was planned last
+        self._num_free_blocks = 0  # when the last iteration had been planned
 
     def add(self, request: Request) -> None:
         """Queue a request.
@@ -110,16 +88,11 @@ class Scheduler(Counters):
                 "its own"
             )
         try:
-            check_fits(
-                request,
-                self.memory,
-                max_model_len=self.config.max_model_len,
-                max_num_seqs=self.config.max_num_seqs,
-            )
-            check_queue(request, self.num_waiting_requests, self.config.max_num_waiting)
+            check_fits(request, self.memory, self.config)
+            check_queue(request, self.queues.num_waiting_requests, self.config.max_num_waiting)
             request.rank = key_of(self.policy, request), self._num_added
         except ValueError:
-            self.num_refused += 1
+            self.counters.num_refused += 1
             raise
         request.begin(self._eos_token_ids)
         salt = request.params.cache_salt
@@ -128,83 +101,89 @@ class Scheduler(Counters):
         self._unfinished.add(request)
 
     def schedule(self) -> ScheduledBatch:
-        """Plan an iteration and allocate its slots; not empty while there is work."""
+        """Plan an iteration and allocate its slots; the plan is not empty while there is work."""
         queues, admission = self.queues, self._admission
-        preempted = self._grow_decoding()
-        is_open = admission.is_open
-        resumed = [] if preempted else self._resume(preempted, is_open)
-        decodes = self._decodes()
-        plan = self._plan_prefills(len(decodes), {})
-        # Who has just been preempted might be the first to come in, only to be thrown out again.
-        if not preempted:
-            admission.admit(plan, is_open=is_open)
-        while self.has_work and not decodes and not plan.chunks:
-            # Only beams run, if any, that wait for others of their search.
+        # 1. Decodes grow. An iteration that preempts for that admits nothing: a sequence that has
+        #    just been preempted might come in at once, only to be thrown out again.
+        preempted = self._grow_decodes()
+        resumed: list[Sequence] = []
+        admits = not preempted
+        while True:
+            is_open, was_idle = admission.is_open, not queues.num_running
+            # 2. Swapped sequences come back, and decode in this very iteration.
+            if admits and (back := admission.resume(is_open=is_open)):
+                resumed += back
+                preempted += self._grow_decodes()
+            decodes = [seq for seq in queues.decoding if seq.candidates is None]
+            # 3. Prefills go on where the last iteration has cut them short, or left them out.
+            plan = self._continue_prefills(len(decodes), {})
+            # 4. Waiting sequences are admitted, where the budget, the places and the memory allow.
+            if admits:
+                admission.admit(plan, is_open=is_open)
+            if decodes or plan.chunks or not self.has_work:
+                break
+            # 5. Only beams run, and wait for other beams that have no room: they make way.
             if queues.decoding:
                 preempted += self._preemption.start_again(queues.decoding[-1].request)
-            was_idle, is_open = not queues.num_running, admission.is_open
-            resumed += self._resume(preempted, is_open)
-            decodes = self._decodes()
-            plan = self._plan_prefills(len(decodes), {})
-            admission.admit(plan, is_open=is_open)
-            if was_idle and not queues.num_running:
+            elif admits and was_idle:
                 left_out = (queues.waiting or queues.swapped)[0]
                 raise RuntimeError(
                     f"nothing runs, and still {left_out!r} is not admitted: either the memory "
                     "manager or the policy keeps it out for ever"
                 )
-        return self._batch(decodes, plan, preempted, resumed)
+            admits = True
+        # 6. What there is to do, as plain data.
+        return self._make_batch(decodes, plan, preempted, resumed)
 
-    def schedule_ahead(self, batch: ScheduledBatch) -> ScheduledBatch | None:
-        """Plan the iteration after `batch`, which has been planned last and is not updated yet.
+    def _grow_decodes(self) -> list[Sequence]:
+        """Allocate a slot for each decode's newest token, in order; returns the preempted."""
+        preempted: list[Sequence] = []
+        for seq in self.queues.decoding:  # a preemption cuts this list at its end
+            num_tokens = len(seq.token_ids)
+            while num_tokens > seq.num_writable_slots and not self._append(seq, num_tokens):
+                preempted += self._preemption.make_room()
+                if seq.status is not SequenceStatus.RUNNING:
+                    break
+        return preempted
 
-        Each sequence that `batch` samples has one token more when it decodes, and one that has
-        ended by then is passed over by the update. None if the plan has to wait for the tokens, or
-        if nothing would be left to do; call `schedule` when they are there. No other iteration may
-        be planned before `batch` is updated.
+    def _append(self, seq: Sequence, num_tokens: int) -> bool:
+        """Make the sequence's slot for its last token writable; False if memory is out."""
+        if not self.memory.append(seq.seq_id, num_tokens):
+            return False
+        block_size = self.memory.block_size
+        seq.num_writable_slots = -(-num_tokens // block_size) * block_size
+        return True
+
+    def _continue_prefills(
+        self, num_decodes: int, in_flight: collections.abc.Mapping[int, int]
+    ) -> PrefillPlan:
+        """The next chunks of prompts under way.
+
+        `in_flight` maps a sequence's id to its tokens that a batch in flight computes.
         """
-        if self.queues.swapped and self.memory.num_free_blocks > self._num_blocks_left:
-            return None  # the next of them may have room now, and brings its token from the host
-        decodes = decodes_after(batch, self.memory)
-        if decodes is None:
-            return None
-        in_flight = {chunk.seq.seq_id: chunk.num_tokens for chunk in batch.prefills}
-        plan = self._plan_prefills(len(decodes), in_flight)
-        self._admission.admit(plan, is_open=self._admission.is_open)
-        return self._batch(decodes, plan, [], []) if decodes or plan.chunks else None
-
-    def _plan_prefills(self, num_decodes: int, in_flight: dict[int, int]) -> PrefillPlan:
-        """Go on with those whose chunk the last iteration cut short, or left out.
-
-        `in_flight`: by sequence id, tokens whose computation is under way.
-        """
-        plan = PrefillPlan(
-            self._prefill_budget.beside(num_decodes),
-            self.config.max_prefill_seqs,
-            is_chunked=self.config.enable_chunked_prefill,
-        )
+        least_tokens = min(self._prefill_sizes, default=1)
+        budget = prefill_budget(num_decodes, self.config, self.estimates, least_tokens=least_tokens)
+        plan = PrefillPlan(budget, self.config)
         for seq in self.queues.prefilling:
             if plan.has_room:
                 plan.add(seq, in_flight.get(seq.seq_id, 0))
         return plan
 
-    def _batch(
+    def _make_batch(
         self,
         decodes: list[Sequence],
         plan: PrefillPlan,
         preempted: list[Sequence],
         resumed: list[Sequence],
     ) -> ScheduledBatch:
-        prefills = plan.chunks
-        fit_to_sizes(prefills, self._prefill_sizes)
-        if prefills:
-            add_forks(
-                prefills, self.memory, self.config.max_num_seqs - self.queues.num_taken_places
-            )
+        """The plan as plain data; chunks are cut to save padding, forks join completed prompts."""
+        plan.cut_to(self._prefill_sizes)
+        num_places = self.config.max_num_seqs - self.queues.num_taken_places
+        add_forks(plan.chunks, self.memory, num_places)
         swaps = self.memory.pending_swaps()
-        self._num_blocks_left = self.memory.num_free_blocks
+        self._num_free_blocks = self.memory.num_free_blocks
         return ScheduledBatch(
-            prefills,
+            plan.chunks,
             decodes,
             preempted,
             self.memory.pending_copies(),
@@ -213,57 +192,117 @@ class Scheduler(Counters):
             resumed,
         )
 
-    def _decodes(self) -> list[Sequence]:
-        """Those who decode, but for beams that wait for others."""
-        return [seq for seq in self.queues.decoding if seq.candidates is None]
-
-    def _resume(self, preempted: list[Sequence], is_open: bool) -> list[Sequence]:
-        """Swap in whoever is next, with slots for their decodes."""
-        resumed = self._admission.resume(is_open=is_open) if self.queues.swapped else []
-        if resumed:
-            preempted += self._grow_decoding()
-        return resumed
-
-    def _grow_decoding(self) -> list[Sequence]:
-        """Allocate a slot for each decode, in order; returns those preempted for it."""
-        preempted: list[Sequence] = []
-        append, block_size = self.memory.append, self.memory.block_size
-        for seq in self.queues.decoding:  # a preemption cuts this list at its end
-            num_tokens = len(seq.token_ids)
-            if num_tokens <= seq.num_writable_slots:
-                continue
-            while not append(seq.seq_id, num_tokens):
-                preempted += self._preemption.make_room()
-                if seq.status is not SequenceStatus.RUNNING:
-                    break
-            else:
-                seq.num_writable_slots = -(-num_tokens // block_size) * block_size
-        return preempted
-
     def update(
         self,
         batch: ScheduledBatch,
         sampled: collections.abc.Sequence[int],
         logprobs: collections.abc.Sequence[TokenLogprobs | None] = (),
         prompt_logprobs: collections.abc.Sequence[collections.abc.Sequence[TokenLogprobs]] = (),
+        stops: collections.abc.Mapping[int, str] = types.MappingProxyType({}),
     ) -> list[Sequence]:
         """Take in an iteration's results; returns the sequences that it finished.
 
-        `sampled`: a token for each of the batch's `sampled`; `logprobs` likewise, at least of
-        those whose `wants_candidates` is set; `prompt_logprobs`: for each prefill, those that its
-        request still lacked. What was finished or aborted since the batch was scheduled is passed
-        over.
+        What was finished, failed or aborted since the batch was scheduled is passed over.
+
+        sampled: a token for each of the batch's `sampled`.
+        logprobs: likewise, at least for requests whose `wants_candidates` is set.
+        prompt_logprobs: for each prefill, the ones that its request still lacked.
+        stops: maps a sequence's id to the stop string that its text has met with this token; that
+            ends the sequence, whatever else the token does.
         """
-        self.num_swapped_out_blocks += len(batch.swap_outs)
-        self.num_swapped_in_blocks += len(batch.swap_ins)
-        return self._results.take(batch, sampled, logprobs, prompt_logprobs)
+        if len(sampled) != batch.num_samples:
+            raise ValueError(f"{len(sampled)} tokens for {batch.num_samples} samples")
+        memory, queues, prefills = self.memory, self.queues, batch.prefills
+        self.counters.num_swapped_out_blocks += len(batch.swap_outs)
+        self.counters.num_swapped_in_blocks += len(batch.swap_ins)
+        # 7. Tokens are appended, full blocks committed, forks started.
+        endings = take_decodes(batch.decodes, sampled, memory)
+        if prefills:
+            first_tokens = sampled[len(batch.decodes) :]
+            endings |= take_prefills(prefills, first_tokens, memory, queues)
+            for chunk, scores in zip(prefills, prompt_logprobs, strict=False):
+                chunk.seq.request.prompt_logprobs += scores
+        searches = take_logprobs(batch, logprobs)
+        # 8. Sequences that their token or a stop string ends free their blocks.
+        if stops:
+            endings |= take_stops(batch, stops)
+        for seq, (reason, stop_reason) in endings.items():
+            self.finish(seq, reason, stop_reason)
+        finished = list(endings)
+        # 9. Searches replace their beams.
+        for request in searches:
+            finished += self._take_search_step(request)
+        return finished
+
+    def _take_search_step(self, request: Request) -> list[Sequence]:
+        """Replace the beams once all of them have candidates; returns the beams that end."""
+        if any(seq.candidates is None for seq in request.sequences):
+            return []
+        try:
+            old = advance_beams(request, self.memory)
+        except ValueError as error:
+            return self.fail(request.request_id, f"beam search: {error}")
+        if request.sequences is old:  # the search is done
+            return self._unfinished.end(request.request_id, "stop")
+        self.queues.replace_decoding(old, request.sequences)
+        return []
+
+    def schedule_ahead(self, batch: ScheduledBatch) -> ScheduledBatch | None:
+        """Plan the iteration after `batch`, whose tokens are not known yet; None: wait for them.
+
+        `batch` is the last plan and in flight; no other iteration may be planned before its
+        `update`. The steps are those of `schedule`, without preemption and swaps.
+
+        A sequence goes on unless its token ends it. One that is about to reach its greatest length
+        is left out. One that ends otherwise has computed one token too many, and `update` passes it
+        over: the sequence wrote to a slot of its own, and steps run in order, so that the next
+        holder of the block writes after it. The plan has to wait for the tokens
+
+        - of beams, which other beams replace;
+        - of sequences with penalties or `min_tokens`, whose step needs the tokens before;
+        - of a prompt's siblings that are about to start, as they share its blocks only then;
+        - when memory is out, as preemption may depend on which sequences end;
+        - when a swapped sequence may have room now, as it brings its token from the host.
+
+        None as well if nothing would be left to compute.
+        """
+        if self.queues.swapped and self.memory.num_free_blocks > self._num_free_blocks:
+            return None
+        decodes = self._grow_decodes_after(batch)
+        if decodes is None:
+            return None
+        in_flight = {chunk.seq.seq_id: chunk.num_tokens for chunk in batch.prefills}
+        plan = self._continue_prefills(len(decodes), in_flight)
+        self._admission.admit(plan, is_open=self._admission.is_open)
+        return self._make_batch(decodes, plan, [], []) if decodes or plan.chunks else None
+
+    def _grow_decodes_after(self, batch: ScheduledBatch) -> list[Sequence] | None:
+        """The decodes that follow `batch`, in order, each with a slot; None: wait for tokens."""
+        if any(chunk.forks or chunk.seq.is_beam for chunk in batch.prefills):
+            return None
+        running = SequenceStatus.RUNNING
+        going_on = [seq for seq in batch.decodes if seq.status is running]
+        for seq in batch.first_sampled():
+            if seq.status is running:
+                insort(going_on, seq, key=order)
+        decodes: list[Sequence] = []
+        for seq in going_on:
+            num_tokens = len(seq.token_ids) + 1
+            if num_tokens >= seq.max_num_tokens:
+                continue
+            if seq.is_beam or seq.needs_history:
+                return None
+            if num_tokens > seq.num_writable_slots and not self._append(seq, num_tokens):
+                return None
+            decodes.append(seq)
+        return decodes
 
     def recover(self, *, cache_lost: bool) -> None:
         """After an iteration whose execution raised: let the next one do its work.
 
-        If the cache is intact nothing has happened: who was to be computed is planned again, and
-        what was to be moved or copied still is. If it is lost, all that held blocks in it wait
-        again, and pinned prefixes are forgotten; what is in host memory is kept.
+        If the cache is intact nothing has happened: the same sequences are planned again, and
+        pending moves and copies stay pending. If it is lost, all sequences that held blocks in it
+        wait again, and pinned prefixes are forgotten; host memory keeps its blocks.
         """
         if not cache_lost:
             return
@@ -280,7 +319,7 @@ class Scheduler(Counters):
         self._unfinished.finish(seq, reason, stop_reason)
 
     def abort(self, request_id: str) -> list[Sequence]:
-        """End what is left of a request; returns those sequences, none if it has ended."""
+        """End a request's unfinished sequences and return them; none if it has ended."""
         return self._unfinished.end(request_id, "abort")
 
     def fail(self, request_id: str, message: str) -> list[Sequence]:
@@ -294,10 +333,19 @@ class Scheduler(Counters):
     def pin(self, token_ids: collections.abc.Sequence[int], salt: str | None) -> int:
         """Keep a prefix's blocks in the cache; returns how many of its tokens they hold.
 
-        ValueError, and nothing changes, if a request that waits or runs could not finish with
-        what is left.
+        ValueError, and nothing changes, if a request that waits or runs could not finish with the
+        blocks that are left.
         """
-        return pin(self.memory, self._unfinished.requests.values(), token_ids, salt)
+        memory, requests = self.memory, self._unfinished.requests.values()
+        most = max((num_blocks_needed(request, memory) for request in requests), default=0)
+        num_tokens = memory.pin(token_ids, salt, leave_blocks=most)
+        if num_tokens is None:
+            raise ValueError(
+                f"pinning {len(token_ids)} tokens would leave less than the {most} blocks of "
+                f"{memory.num_total_blocks} that a request in work can need; wait for it to "
+                "finish, or give the pool more blocks"
+            )
+        return num_tokens
 
     def memory_usage(self) -> MemoryUsage:
         """Where the KV slots are now."""
@@ -306,4 +354,20 @@ class Scheduler(Counters):
 
     @property
     def has_work(self) -> bool:
+        """Whether a request has not ended."""
         return bool(self._unfinished.requests)
+
+    @property
+    def num_running(self) -> int:
+        """Sequences that run now."""
+        return self.queues.num_running
+
+    @property
+    def num_waiting(self) -> int:
+        """Sequences that wait now, and hold no memory."""
+        return len(self.queues.waiting)
+
+    @property
+    def num_swapped(self) -> int:
+        """Sequences that are swapped out now."""
+        return len(self.queues.swapped)

@@ -1,8 +1,8 @@
 """A cost model fitted to measured iterations of a real executor.
 
-An executor with static shapes takes as long for a bucket of rows or tokens whatever fills it, so
-each bucket has a time of its own; on top come what depends on contents, in proportion. An
-iteration's time is the sum of
+An executor with static shapes takes the same time for a bucket of rows or tokens, whatever fills
+it. So each bucket has a time of its own; other terms grow with the contents. An iteration's time is
+the sum of
 
     decode N                   a decode step of N rows, and the host's work for them
     decode context             for each KV slot that decodes attend to
@@ -12,8 +12,7 @@ iteration's time is the sum of
     copied blocks              for each block copied
     swapped blocks             for each block moved to host memory or back
 
-by a least-squares fit in which no term is negative, so that no iteration is predicted to take less
-than no time.
+by a least-squares fit in which no term is negative, so that no predicted time is.
 """
 
 import json
@@ -31,22 +30,22 @@ from paged_jax.simulation.cost_model import StepWork
 
 Measured = tuple[StepWork, float]  # an iteration's work, and the seconds that it took
 
-# Errors count relative to the prediction, by their square. Beyond so much off they count by their
-# distance alone (Huber): a step that was held up is outvoted.
+# Errors count relative to the prediction, by their square; beyond this limit they count by their
+# distance (Huber), so that a step that was held up is outvoted.
 _OUTLIER = 0.2
 _NUM_ROUNDS = 20
 
 
 @dataclass(frozen=True)
 class StepBuckets:
-    """The static sizes that an executor fills its steps up to, ascending."""
+    """The static sizes that an executor pads its steps to, ascending."""
 
     decode: tuple[int, ...]  # rows
     prefill: tuple[int, ...]  # tokens
     head: tuple[int, ...]  # rows
 
     def features(self, work: StepWork) -> dict[str, float]:
-        """What an iteration's time is made of: the terms of this module's docstring."""
+        """The terms of this module's docstring for one iteration, by name."""
         found: dict[str, float] = {}
         if work.num_decodes:
             found[f"decode {_bucket('decode', self.decode, work.num_decodes)}"] = 1.0
@@ -71,13 +70,13 @@ def _bucket(step: str, buckets: Sequence[int], size: int) -> int:
 
 @dataclass(frozen=True)
 class Residuals:
-    """How far predictions are off, relative to what was measured; over the iterations fitted."""
+    """Errors of predictions, relative to the measured times, over the fitted iterations."""
 
     num_iterations: int
     mean_relative: float  # signed: above 0 where more was predicted than measured
     median_absolute: float
     p90_absolute: float
-    total_relative: float  # of the sum of all iterations
+    total_relative: float  # error of the sum of all iterations
 
 
 @dataclass(frozen=True)
@@ -88,7 +87,7 @@ class CalibratedCost:
     seconds: Mapping[str, float]
 
     def step_s(self, work: StepWork) -> float:
-        """ValueError for what the calibration has not seen."""
+        """ValueError for a step that the calibration has not seen."""
         features = self.buckets.features(work)
         if unknown := features.keys() - self.seconds.keys():
             raise ValueError(
@@ -103,7 +102,7 @@ class CalibratedCost:
 
     @classmethod
     def fit(cls, measured: Sequence[Measured], buckets: StepBuckets) -> Self:
-        """Least squares; ValueError where nothing was measured."""
+        """Fit by least squares; ValueError if nothing was measured."""
         if not measured:
             raise ValueError("no iterations were measured, so there is nothing to fit")
         rows = [buckets.features(work) for work, _ in measured]
@@ -136,13 +135,13 @@ class CalibratedCost:
         )
 
     def save(self, path: str | Path, **facts: Any) -> None:
-        """Write it as JSON, with facts on what was measured."""
+        """Write it as JSON, with `facts` about the measurement."""
         content = {"buckets": asdict(self.buckets), "seconds": dict(self.seconds), **facts}
         Path(path).write_text(json.dumps(content, indent=2, allow_nan=False) + "\n")
 
     @classmethod
     def load(cls, path: str | Path) -> Self:
-        """What `save` wrote; ValueError if the file holds something else."""
+        """Read a file that `save` wrote; ValueError if it holds something else."""
         try:
             content = json.loads(Path(path).read_text())
             buckets = {name: tuple(sizes) for name, sizes in content["buckets"].items()}

@@ -14,9 +14,9 @@ framework's executor and the paper's system run them, so that both read the weig
 
 and an iteration adds copies of blocks, swaps over PCIe, and the time of the framework on the host.
 
-What is assumed, beyond data sheets, are the factors below. They come from measurements of kernels
-and of engines' hosts by others; none was fitted to a figure of the paper that experiments compare
-with. The exception is said where it is (`block_overhead_slots`).
+Beyond data sheets the model assumes the factors below. They come from measurements of kernels and
+of engines' hosts by others. None was fitted to a figure of the paper that experiments compare with,
+except `block_overhead_slots`.
 """
 
 from dataclasses import dataclass, replace
@@ -30,12 +30,12 @@ from paged_jax.simulation.setups import GPU, ModelShape
 class StepWork:
     """Counts of one iteration's batch.
 
-    A decode attends to all of its sequence's tokens, the one that it computes included; a chunk of
-    a prompt to those before it and, causally, to itself.
+    A decode attends to all tokens of its sequence, including the token that it computes; a chunk of
+    a prompt attends to the tokens before it and, causally, to its own.
     """
 
     num_decodes: int
-    decode_context: int  # KV slots that the decodes attend to, all together
+    decode_context: int  # KV slots that all decodes together attend to
     prefills: tuple[tuple[int, int], ...]  # (start, tokens) of each chunk
     num_first_samples: int  # tokens sampled after prompts that are complete
     block_size: int
@@ -66,7 +66,7 @@ class StepWork:
 
     @property
     def prefill_context(self) -> int:
-        """KV slots that the chunks attend to, their own included."""
+        """KV slots that the chunks attend to, including their own."""
         return sum(start + tokens for start, tokens in self.prefills)
 
 
@@ -77,18 +77,18 @@ class CostModel(Protocol):
         """Seconds from one iteration's start to the next one's; never negative."""
 
     def swap_s(self, num_blocks: int, block_size: int) -> float:
-        """Seconds of these for moving so many blocks between the device and its host's memory."""
+        """The part of these seconds that moves blocks between the device and the host's memory."""
 
 
 @dataclass(frozen=True, slots=True)
 class Efficiency:
-    """Which share of a data sheet's figure is reached.
+    """The share of a data sheet's figure that is reached.
 
     memory: copies and reductions on A100s reach 88 to 90 % (NVIDIA's developer forum, "Trouble to
         reach peak bandwidth of A100", 2025; GTC talks quoted there).
     matrices: cuBLAS reaches 80 to 90 % on large matrices (Dao 2023, FlashAttention-2, section 1);
         prompts of a few hundred tokens fill its tiles less well.
-    attention: FlashAttention, of the paper's year, reached 25 to 40 % in prefill (the same).
+    attention: FlashAttention, of the paper's year, reached 25 to 40 % in prefill (same source).
     host: pinned memory over PCIe 4.0 x16 moves about 25 of 32 GB/s.
     link: NCCL's ring all-reduce on NVLink reaches about 230 of an A100's 300 GB/s.
     """
@@ -109,17 +109,17 @@ class Efficiency:
 class RooflineCost:
     """The cost model of this module's docstring. Times in seconds.
 
-    iteration_overhead_s, sequence_overhead_s: the framework's host, for an iteration and for each
+    iteration_overhead_s, sequence_overhead_s: the host's time for an iteration, and for each
         sequence in it, while the device waits. Of vLLM's time for Llama-3-8B on an H100 the GPU had
         38 % in mid-2024, the scheduler 29 % and the API server in the same process 33 % (its blog
         on v0.6.0): about 10 ms for a hundred sequences, and it was Python in 2023 as well. How much
         of it grows with the sequences is assumed.
-    block_overhead_slots: what a block costs an attention kernel beyond its slots, in slots read.
-        The paper's kernel took 20 to 26 % longer than a contiguous one at 16 slots a block (its
-        Figure 18a): 3.7 slots. That it is the same per block at any block size is assumed.
-    collective_latency_s: of one small all-reduce (NCCL, 4 to 8 GPUs of a node).
-    swap_copy_s: for each copy that a swap issues beside its bytes; `swap_copies_per_block`: None
-        for a key and a value copy in each layer, as the paper's system made them.
+    block_overhead_slots: the time that a block costs an attention kernel beyond its slots, in slots
+        read. The paper's kernel took 20 to 26 % longer than a contiguous one at 16 slots a block
+        (its Figure 18a): 3.7 slots. The model assumes the same for any block size.
+    collective_latency_s: the latency of a small all-reduce (NCCL, 4 to 8 GPUs of a node).
+    swap_copy_s: the time of each copy that a swap issues, beside its bytes.
+    swap_copies_per_block: None: a key and a value copy in each layer, as the paper's system.
     """
 
     gpu: GPU
@@ -146,14 +146,14 @@ class RooflineCost:
 
     @property
     def contiguous(self) -> Self:
-        """The same for sequences whose slots lie side by side."""
+        """The same model for contiguous caches."""
         return replace(self, block_overhead_slots=0.0)
 
     def step_s(self, work: StepWork) -> float:
         return sum(self.parts(work).values())
 
     def parts(self, work: StepWork) -> dict[str, float]:
-        """Seconds by what takes them."""
+        """Seconds of each part of the iteration."""
         parts = dict.fromkeys(
             ("matrices", "attention", "activations", "head", "launches", "collectives"), 0.0
         )
@@ -187,7 +187,7 @@ class RooflineCost:
         return self.gpu.memory_bandwidth * self.efficiency.memory
 
     def _kv_s(self, num_slots: int, work: StepWork) -> float:
-        """Reading the keys and values of so many slots."""
+        """Seconds to read the keys and values of `num_slots` slots."""
         num_read = num_slots * (1 + self.block_overhead_slots / work.block_size)
         return num_read * self.model.kv_bytes_per_token / (self._bandwidth * self.num_gpus)
 

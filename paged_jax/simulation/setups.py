@@ -1,5 +1,6 @@
-"""Sizes of decoders that need not be loaded: what a step reads, computes and keeps of them."""
+"""GPUs and models described in numbers: what a step reads, computes and keeps of a model."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 
@@ -21,10 +22,10 @@ class GPU:
 _GIB = 2**30
 
 # Data sheets of the SXM modules: NVIDIA A100 (2021), H100 (2022), H200 (2024) and HGX B200 (2024,
-# an eighth of the board's figures). FLOP/s are those without sparsity, of which the sheets print
-# the double. What they call GB of memory are GiB, of which the driver takes some hundred MiB; of a
-# B200's 192 one can use 180. PCIe 4.0 x16 carries 32 GB/s each way, 5.0 64 GB/s; NVLink's figures
-# are sold as the sum of both directions.
+# an eighth of the board's figures). FLOP/s are without sparsity, half of the printed figures. The
+# sheets' GB of memory are GiB, some hundred MiB of which the driver takes; 180 of a B200's 192 are
+# usable. PCIe 4.0 x16 carries 32 GB/s each way, 5.0 64 GB/s; NVLink is sold as the sum of both
+# directions.
 GPUS = {
     gpu.name: gpu
     for gpu in (
@@ -38,11 +39,8 @@ GPUS = {
 
 
 def find_gpu(name: str) -> GPU:
-    """The described GPU of this name; ValueError names those there are."""
-    for known, gpu in GPUS.items():
-        if known.lower() == name.lower():
-            return gpu
-    raise ValueError(f"no description of GPU {name!r}; there are {', '.join(GPUS)}")
+    """The described GPU of this name; ValueError names the known GPUs."""
+    return _find(name, GPUS, "description of GPU")
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,7 +105,7 @@ class ModelShape:
 
 
 def _opt(name: str, num_layers: int, num_heads: int, head_dim: int = 128) -> ModelShape:
-    """Zhang et al. 2022, table 1: four times as wide in between, two more positions than tokens."""
+    """Zhang et al. 2022, table 1: an MLP four times as wide, two more positions than tokens."""
     hidden = num_heads * head_dim
     return ModelShape(
         name,
@@ -171,8 +169,12 @@ MODEL_SHAPES = {
 
 
 def find_model_shape(name: str) -> ModelShape:
-    """The described model of this name; ValueError names those there are."""
-    for known, shape in MODEL_SHAPES.items():
-        if known.lower() == name.lower():
-            return shape
-    raise ValueError(f"no shape of model {name!r}; there are {', '.join(MODEL_SHAPES)}")
+    """The described model of this name; ValueError names the known models."""
+    return _find(name, MODEL_SHAPES, "shape of model")
+
+
+def _find[Setup](name: str, known: Mapping[str, Setup], what: str) -> Setup:
+    for each, setup in known.items():
+        if each.lower() == name.lower():
+            return setup
+    raise ValueError(f"no {what} {name!r}; there are {', '.join(known)}")

@@ -1,6 +1,6 @@
 """How a layer attends to the paged cache: write the new keys and values, then read the tables.
 
-`PagedAttention` is the ``attend`` that the model calls in a decode or prefill step. It is a frozen
+`PagedAttention` is the `attend` that the model calls in a decode or prefill step. It is a frozen
 dataclass, so it can be a static argument of jitted functions.
 """
 
@@ -18,7 +18,7 @@ IntArray = Any  # jax.Array in a step; numpy where the host prepares one
 
 
 class DecodeIndex(NamedTuple):
-    """Where the B tokens of a decode step go and what they see."""
+    """The slots that the B tokens of a decode step are written to, and the context they see."""
 
     slots: Array  # i32[B], slot of each token
     block_tables: Array  # i32[B, M]
@@ -26,11 +26,11 @@ class DecodeIndex(NamedTuple):
 
 
 class PrefillIndex(NamedTuple):
-    """Where the N tokens of a prefill step go and what they see.
+    """The slots that the N tokens of a prefill step are written to, and the context they see.
 
-    Tokens of all prompts are packed one after the other; only attention needs them apart. For it
-    they are laid out in R rows of T tokens, each of one prompt: a long prompt takes several rows,
-    which share its block table.
+    The tokens of all prompts are packed one after the other. For attention they are laid out in R
+    rows of T tokens, each of one prompt: a long prompt takes several rows, which share its block
+    table.
     """
 
     slots: IntArray  # i32[N], slot of each token
@@ -55,7 +55,7 @@ class PagedAttention:
     def decode(
         self, cache: LayerCache, index: DecodeIndex, q: Array, k: Array, v: Array
     ) -> tuple[Array, LayerCache]:
-        """q ``[B, Hq, D]``, k and v ``[B, Hk, D]`` -> out ``[B, Hq, D]``, cache."""
+        """q `[B, Hq, D]`, k and v `[B, Hk, D]` -> out `[B, Hq, D]`, cache."""
         cache = self._write(cache, k, v, index.slots)
         out = paged_attention(
             q,
@@ -73,7 +73,7 @@ class PagedAttention:
     def prefill(
         self, cache: LayerCache, index: PrefillIndex, q: Array, k: Array, v: Array
     ) -> tuple[Array, LayerCache]:
-        """q ``[N, Hq, D]``, k and v ``[N, Hk, D]`` -> out ``[N, Hq, D]``, cache."""
+        """q `[N, Hq, D]`, k and v `[N, Hk, D]` -> out `[N, Hq, D]`, cache."""
         cache = self._write(cache, k, v, index.slots)
         rows = q.at[index.token_of].get(mode="fill", fill_value=0)  # [R, T, Hq, D]
         result = paged_prefill_attention(
@@ -95,5 +95,5 @@ class PagedAttention:
 
 
 def causal_attention(state: None, scale: float, q: Array, k: Array, v: Array) -> tuple[Array, None]:
-    """Dense causal attention within each sequence, for training: all ``[B, T, heads, D]``."""
+    """Dense causal attention within each sequence, for training: all `[B, T, heads, D]`."""
     return jax.nn.dot_product_attention(q, k, v, scale=scale, is_causal=True), state

@@ -7,8 +7,8 @@
     block 1   [S, D] contiguous   [S, D] contiguous
     ...
 
-Layers are separate leaves, so that donation updates each in place and no step copies the cache. All
-of a block in one layer is contiguous: a copy or a swap moves it at once.
+Layers are separate leaves, so that donation updates each in place and no step copies the cache. A
+block is contiguous in each layer: a copy or a swap moves it at once.
 """
 
 from dataclasses import dataclass
@@ -61,7 +61,7 @@ def create(
     head_dim: int,
     dtype: Any,
 ) -> PagedKVCache:
-    """An empty cache of ``num_blocks`` physical blocks, the null block included."""
+    """An empty cache of `num_blocks` physical blocks, the null block included."""
     shape = (num_blocks, num_kv_heads, block_size, head_dim)
     k = tuple(jnp.zeros(shape, dtype) for _ in range(num_layers))
     v = tuple(jnp.zeros(shape, dtype) for _ in range(num_layers))
@@ -69,7 +69,7 @@ def create(
 
 
 def slots_of(block_tables: Array, positions: Array, block_size: int) -> Array:
-    """Flat slots ``i32[B]`` of the tokens at ``positions`` ``i32[B]`` of tables ``i32[B, M]``."""
+    """Flat slots `i32[B]` of the tokens at `positions` `i32[B]` of tables `i32[B, M]`."""
     blocks = jnp.take_along_axis(block_tables, positions[:, None] // block_size, axis=1)[:, 0]
     return blocks * block_size + positions % block_size
 
@@ -77,20 +77,20 @@ def slots_of(block_tables: Array, positions: Array, block_size: int) -> Array:
 def copy_blocks(
     cache: PagedKVCache, sources: Array, targets: Array, **options: Any
 ) -> PagedKVCache:
-    """Copy blocks ``sources`` to ``targets`` (``i32[N]``, disjoint) in every layer.
+    """Copy blocks `sources` to `targets` (`i32[N]`, disjoint) in every layer.
 
-    Pad both with the null block to keep N static. ``options`` of `pallas_kernels.block_copy`.
+    Pad both with the null block to keep N static. `options`: as in `pallas_kernels.block_copy`.
     """
     leaves, tree = jax.tree.flatten(cache)
     return jax.tree.unflatten(tree, block_copy.copy_blocks(leaves, sources, targets, **options))
 
 
 def read_blocks(cache: PagedKVCache, blocks: Array, **options: Any) -> Array:
-    """All layers of blocks ``i32[N]``, to swap them out: ``[N, 2 * layers, Hk, S, D]``."""
+    """All layers of blocks `i32[N]`, to swap them out: `[N, 2 * layers, Hk, S, D]`."""
     return block_copy.read_blocks(jax.tree.leaves(cache), blocks, **options)
 
 
 def write_blocks(cache: PagedKVCache, staged: Array, blocks: Array, **options: Any) -> PagedKVCache:
-    """Swap in: blocks ``i32[N]`` hold what `read_blocks` has read. Pad with the null block."""
+    """Swap in: write to blocks `i32[N]` what `read_blocks` has read. Pad with the null block."""
     leaves, tree = jax.tree.flatten(cache)
     return jax.tree.unflatten(tree, block_copy.write_blocks(leaves, staged, blocks, **options))

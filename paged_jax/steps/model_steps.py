@@ -1,8 +1,8 @@
 """The jitted steps: decode, prefill, the head that samples a prefilled prompt's first token, the
 scores of a prompt's own tokens, copies of blocks, and tokens passed from one step to the next.
 
-Pure functions of parameters, cache and static-shaped arrays. They are compiled once for each
-bucket of rows or tokens, and the cache is donated: it is updated in place, never copied.
+They are pure functions of parameters, cache and static-shaped arrays, compiled once for each bucket
+of rows or tokens. The cache is donated: it is updated in place, never copied.
 """
 
 from functools import partial
@@ -35,7 +35,7 @@ def decode_step(
     """One token for each row: write its keys and values, attend to its context, sample the next.
 
     A padded row has context length 0 and a table of zeros: it writes to the null block. The cache
-    is donated. The work follows ``context_lens``, not the width M of the tables.
+    is donated. The work grows with `context_lens`, not the width M of the tables.
     """
     model = bind(config, params)
     slots = slots_of(block_tables, positions, cache.block_size)
@@ -57,10 +57,10 @@ def prefill_step(
     config: ModelConfig,
     attention: PagedAttention,
 ) -> tuple[PagedKVCache, tuple[Array, Array]]:
-    """Chunks of prompts, over what their tables already hold: write, attend, no sampling.
+    """Chunks of prompts, after the tokens that their tables hold: write, attend, no sampling.
 
-    Returns the cache (donated) and hidden states: of each chunk's last token ``[L, E]``, and of all
-    tokens ``[N, E]``.
+    Returns the cache (donated) and hidden states of each chunk's last token, `[L, E]`, and of all
+    tokens, `[N, E]`.
     """
     model = bind(config, params)
     hidden, layers = model(tokens, positions, attention.prefill, cache.layers, index)
@@ -71,8 +71,8 @@ def prefill_step(
 def head_step(
     params: Params,
     hidden: Array,  # [L, E], from prefill_step
-    rows: Array,  # i32[B], those that complete their prompt
-    positions: Array,  # i32[B], of their last token
+    rows: Array,  # i32[B], rows of hidden that complete their prompt
+    positions: Array,  # i32[B], positions of the prompts' last tokens
     sampling: SamplingBatch,
     *,
     config: ModelConfig,
@@ -86,11 +86,11 @@ def head_step(
 def score_step(
     params: Params,
     hidden: Array,  # [N, E], from prefill_step
-    tokens: Array,  # i32[N], what follows each
+    tokens: Array,  # i32[N], the token that follows each
     *,
     config: ModelConfig,
 ) -> tuple[Array, Array, Array]:
-    """Log-probabilities ``f32[N]`` of a prompt's tokens; the likeliest tokens, and theirs."""
+    """Log-probabilities `f32[N]` of a prompt's tokens; likeliest tokens `i32[N, K]`, theirs."""
     num = min(NUM_LOGPROBS, config.vocab_size)
     return log_probabilities(bind(config, params).logits(hidden), tokens, num)
 
@@ -101,7 +101,7 @@ def copy_step(
     sources: Array,  # i32[N], blocks
     targets: Array,  # i32[N], distinct, but for the null block where N was filled up
 ) -> PagedKVCache:
-    """Copy-on-write of an iteration (section 4.4), all blocks at once; the cache is donated."""
+    """Copy-on-write (Kwon et al., section 4.4), all blocks at once; the cache is donated."""
     return copy_blocks(cache, sources, targets)
 
 
@@ -111,7 +111,7 @@ def hold_step(
     tokens: Array,  # i32[B], sampled by a step
     start: Array,  # i32[]
 ) -> Array:
-    """``held`` with ``tokens`` from ``start`` on: for `take_step`, without a look at the host."""
+    """`held` with `tokens` from `start` on, for `take_step`; the host does not see the tokens."""
     return lax.dynamic_update_slice(held, tokens, (start,))
 
 
@@ -120,5 +120,5 @@ def take_step(
     held: Array,  # i32[N], from hold_step
     places: Array,  # i32[B]
 ) -> Array:
-    """The tokens ``i32[B]`` at these places: the input of a decode step whose rows have moved."""
+    """The tokens `i32[B]` at these places: the input of a decode step whose rows have moved."""
     return held[places]

@@ -56,14 +56,14 @@ class Sampled:
 def sample(
     logits: Array, positions: ArrayLike, batch: SamplingBatch, *, num_logprobs: int
 ) -> Sampled:
-    """Sample from ``logits`` ``f32[B, V]`` of the tokens at ``positions`` ``i32[B]``.
+    """Sample from `logits` `f32[B, V]` of the tokens at `positions` `i32[B]`.
 
     Parameters act in vLLM's order: penalties, temperature, min_p, top_k, top_p. Tokens that tie
-    with the last one that top_k or top_p keeps are kept too.
+    with the last token that top_k or top_p keeps are kept too.
 
-    Whether a row's logits are finite shows in the largest of them, NaN counting as the largest of
-    all. The arg-max has found it already, so that it costs B reads; one more pass over the
-    vocabulary where some row has penalties, as these may leave out a token that is NaN.
+    A row's largest logit tells whether all are finite, as NaN counts as the largest. The arg-max
+    has found it already, so the check costs B reads. Penalties may leave out a token that is NaN:
+    where some row has penalties, the check takes a pass over the vocabulary.
     """
     positions = jnp.asarray(positions)
     index = positions + 1 - jnp.asarray(batch.num_prompt_tokens)  # of the sampled token
@@ -124,7 +124,7 @@ def _adjust(logits: Array, positions: Array, index: Array, batch: SamplingBatch)
 def _draw(logits: Array, index: Array, batch: SamplingBatch) -> Array:
     """A random token of each row, by adding Gumbel noise to the logits and taking the largest."""
     temperature = jnp.asarray(batch.temperature)[:, None]
-    # Their largest is 0, so that no temperature above 0 makes two of them infinite.
+    # The largest logit is 0 then, so that no temperature above 0 makes two of them infinite.
     logits = logits - jnp.max(logits, axis=-1, keepdims=True)
     scaled = logits / jnp.where(temperature > 0, temperature, 1)
     scaled = lax.cond(batch.filters, lambda: _filter(scaled, batch), lambda: scaled)
@@ -158,16 +158,16 @@ def _filter(logits: Array, batch: SamplingBatch) -> Array:
 
 
 def _order(x: Array) -> Array:
-    """Unsigned integers ``u32`` in the order of the floats ``f32``."""
+    """Unsigned integers `u32` in the order of the floats `f32`."""
     bits = lax.bitcast_convert_type(x, jnp.uint32)
     sign = jnp.uint32(1 << 31)
     return jnp.where(bits >= sign, ~bits, bits | sign)
 
 
 def _threshold(order: Array, weights: Array, target: Array) -> Array:
-    """The largest t such that weights of ``order >= t`` reach ``target``; bit by bit, exactly.
+    """The largest t such that weights of `order >= t` reach `target`; bit by bit, exactly.
 
-    order ``u32[B, V]``, weights ``f32[B, V]``, target ``f32[B, 1]`` -> ``u32[B, 1]``. Needs no
+    order `u32[B, V]`, weights `f32[B, V]`, target `f32[B, 1]` -> `u32[B, 1]`. Needs no
     sort: sorting a vocabulary costs far more than 32 sums over it.
     """
 
@@ -180,7 +180,7 @@ def _threshold(order: Array, weights: Array, target: Array) -> Array:
 
 
 def log_probabilities(logits: Array, tokens: ArrayLike, num: int) -> tuple[Array, Array, Array]:
-    """(log-probabilities of ``tokens``, the ``num`` most likely tokens, theirs)."""
+    """(log-probabilities of `tokens`, the `num` most likely tokens, their log-probabilities)."""
     logprobs = jax.nn.log_softmax(logits, axis=-1)
     top_logprobs, top_tokens = lax.top_k(logprobs, num)
     sampled = jnp.take_along_axis(logprobs, jnp.asarray(tokens)[:, None], axis=-1)[:, 0]

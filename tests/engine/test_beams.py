@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from paged_jax import SamplingParams
-from paged_jax.scheduling import results as beams
+from paged_jax.scheduling import scheduler as loop
 from paged_jax.scheduling.beam_search import BeamSearch
 from tests.engine.dense_model import dense_logits
 from tests.engine.mixed_requests import BOS, TEXT
@@ -114,7 +114,7 @@ def test_a_cached_prompt_is_found_and_changes_nothing(engine):
 def test_beams_share_what_they_have_in_common_and_the_dead_hold_nothing(engine, monkeypatch):
     """At each step: blocks of distinct beginnings only, one copy at most for each divergence."""
     num_forks = 0
-    advance = beams.advance
+    advance = loop.advance_beams
 
     def counting(request, memory):
         nonlocal num_forks
@@ -127,7 +127,7 @@ def test_beams_share_what_they_have_in_common_and_the_dead_hold_nothing(engine, 
             assert memory.stats.forks - before == diverged
         return old
 
-    monkeypatch.setattr(beams, "advance", counting)
+    monkeypatch.setattr(loop, "advance_beams", counting)
     copies = engine.sharing_stats.copies
     name = engine.add_request(None, PROMPT, SamplingParams(beam_width=4, max_tokens=60))
     memory, num_shared = engine.core.scheduler.memory, 0
@@ -193,9 +193,9 @@ def test_the_largest_search_that_fits_alone_finishes(engine_with):
     """2 shared blocks and 4 times 3 others: the whole pool."""
     engine = engine_with(block_size=16, num_blocks=14)
     params = SamplingParams(beam_width=4, n=4, max_tokens=39, ignore_eos=True)
-    before = engine.core.scheduler.num_preemptions
+    before = engine.core.scheduler.counters.num_preemptions
     [output] = engine.generate(PROMPT, params, progress=False)
-    assert engine.core.scheduler.num_preemptions == before
+    assert engine.core.scheduler.counters.num_preemptions == before
     assert [len(out.token_ids) for out in output.outputs] == [39] * 4
 
 

@@ -24,7 +24,7 @@ def test_outputs_are_those_of_paged_memory(engine_with, requests, wanted, policy
     """In a pool for two of the longest. For samples, blocks are copied that paged memory shares."""
     engine = engine_with(memory_policy=policy)
     assert serve(engine, requests) == wanted
-    assert engine.core.scheduler.num_preemptions == 0
+    assert engine.core.scheduler.counters.num_preemptions == 0
 
 
 @pytest.mark.slow  # long searches that branch and die

@@ -180,7 +180,7 @@ def test_a_request_ends_in_any_state_and_leaves_the_others_alone(
         assert "victim" not in outputs, f"it has never been {name}"
     num_free = memory.num_free_blocks, memory.num_free_swap_blocks
     held = bool(statuses(request) & {RUNNING}), bool(statuses(request) & {SWAPPED})
-    num_timeouts = scheduler.num_timeouts
+    num_timeouts = scheduler.counters.num_timeouts
     if ending == "abort":
         output = engine.abort("victim")
         now_free = memory.num_free_blocks, memory.num_free_swap_blocks
@@ -194,7 +194,7 @@ def test_a_request_ends_in_any_state_and_leaves_the_others_alone(
         clock.now += 0.2
         outputs |= {output.request_id: output for output in engine.step()}
         output = outputs.pop("victim")
-        assert scheduler.num_timeouts == num_timeouts + 1
+        assert scheduler.counters.num_timeouts == num_timeouts + 1
     memory.check_invariants()
     assert output.finished
     assert output.error is None

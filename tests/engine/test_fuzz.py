@@ -116,10 +116,10 @@ ACTIONS = {
 )
 def test_callers_do_not_disturb_each_other(small_engine, requests, wanted, seed):
     callers = Callers(small_engine, requests, wanted, seed)
-    before = small_engine.core.scheduler.num_preemptions
+    before = small_engine.core.scheduler.counters.num_preemptions
     for action in callers.rng.choices(list(ACTIONS), list(ACTIONS.values()), k=200):
         action(callers)
     callers.finish()
     assert_idle(small_engine)
     assert callers.num_done > 20
-    assert small_engine.core.scheduler.num_preemptions > before
+    assert small_engine.core.scheduler.counters.num_preemptions > before

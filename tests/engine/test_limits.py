@@ -55,6 +55,7 @@ WarmUp({str(i): slow for i in range(400)})
     subprocess.run([sys.executable, "-c", script], check=True, cwd=root, timeout=60)
 
 
+@pytest.mark.slow  # compiles long prefills; test_engine_invariance.py has short ones
 def test_without_chunked_prefill_every_prompt_is_computed_in_one_iteration(engine_with, engine):
     whole = engine_with(enable_chunked_prefill=False, max_num_batched_tokens=64, max_model_len=64)
     batches = []

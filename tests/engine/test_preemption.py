@@ -82,7 +82,7 @@ def wanted(engine_of):
     """Of a pool in which everything fits."""
     engine = engine_of(num_blocks=1000)
     outputs = serve(engine)
-    assert engine.core.scheduler.num_preemptions == 0
+    assert engine.core.scheduler.counters.num_preemptions == 0
     assert sum(len(logprobs_of(output)) for output in outputs) > 1000
     return outputs
 
@@ -114,17 +114,25 @@ def test_a_quarter_of_the_room_gives_the_same_outputs(engine_of, wanted, quarter
     engine = engine_of(num_blocks=quarter, preemption_mode=mode, swap_space_blocks=4 * quarter)
     assert_same(serve(engine), wanted)
     scheduler = engine.core.scheduler
-    assert scheduler.num_preemptions > 5
+    assert scheduler.counters.num_preemptions > 5
     assert scheduler.memory.num_free_swap_blocks == 4 * quarter
     if mode == "recompute":
-        assert scheduler.num_preemptions_by_swap == scheduler.num_swapped_out_blocks == 0
-        assert scheduler.num_recomputed_tokens > 0
+        assert (
+            scheduler.counters.num_preemptions_by_swap
+            == scheduler.counters.num_swapped_out_blocks
+            == 0
+        )
+        assert scheduler.counters.num_recomputed_tokens > 0
     else:
-        assert scheduler.num_preemptions_by_swap > 0
-        assert scheduler.num_swapped_out_blocks > 0
+        assert scheduler.counters.num_preemptions_by_swap > 0
+        assert scheduler.counters.num_swapped_out_blocks > 0
     if mode == "swap":
-        assert scheduler.num_preemptions_by_swap > 5
-        assert 0 < scheduler.num_swapped_in_blocks <= scheduler.num_swapped_out_blocks
+        assert scheduler.counters.num_preemptions_by_swap > 5
+        assert (
+            0
+            < scheduler.counters.num_swapped_in_blocks
+            <= scheduler.counters.num_swapped_out_blocks
+        )
 
 
 @pytest.mark.parametrize("num_swap_blocks", [0, 1, 40])
@@ -136,9 +144,9 @@ def test_a_host_pool_that_is_too_small_is_used_as_far_as_it_goes(
     )
     assert_same(serve(engine), wanted)
     scheduler = engine.core.scheduler
-    assert scheduler.num_swap_fallbacks > 0
-    assert (scheduler.num_preemptions_by_swap > 0) == (num_swap_blocks == 40)
-    assert scheduler.num_recomputed_tokens > 0
+    assert scheduler.counters.num_swap_fallbacks > 0
+    assert (scheduler.counters.num_preemptions_by_swap > 0) == (num_swap_blocks == 40)
+    assert scheduler.counters.num_recomputed_tokens > 0
     assert scheduler.memory.num_free_swap_blocks == num_swap_blocks
 
 
@@ -159,7 +167,7 @@ def test_interrupts_before_blocks_move_change_no_output(engine_of, wanted, quart
     monkeypatch.setattr(engine.executor, "dispatch", interrupted)
     assert_same(serve(engine), wanted)
     assert seen.count(True) > 10
-    assert engine.core.scheduler.num_swapped_in_blocks > 0
+    assert engine.core.scheduler.counters.num_swapped_in_blocks > 0
 
 
 def test_who_comes_back_before_it_has_gone_is_found_in_its_new_blocks(
@@ -194,6 +202,6 @@ def test_who_comes_back_before_it_has_gone_is_found_in_its_new_blocks(
     outputs = []
     while small.has_work:
         outputs += small.step()
-    assert small.core.scheduler.num_swapped_in_blocks > 0
+    assert small.core.scheduler.counters.num_swapped_in_blocks > 0
     assert [tokens_of(output) for output in outputs] == [tokens_of(wanted)]
     assert_idle(small)

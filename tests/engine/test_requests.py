@@ -207,8 +207,8 @@ def test_abort_while_preempted(engine_with):
     params = SamplingParams(temperature=0, max_tokens=100, ignore_eos=True)
     for name in ("old", "young"):
         engine.add_request(name, f"{name:5} function definitions are " * 5, params)  # 38 blocks
-    before = engine.core.scheduler.num_preemptions
-    while engine.core.scheduler.num_preemptions == before:
+    before = engine.core.scheduler.counters.num_preemptions
+    while engine.core.scheduler.counters.num_preemptions == before:
         engine.step()
     output = engine.abort("young")
     assert output.metrics.num_preemptions == 1

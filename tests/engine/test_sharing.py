@@ -30,7 +30,7 @@ def wanted(engine_with, requests):
     """As served one at a time, without the prefix cache."""
     engine = engine_with(enable_prefix_caching=False)
     outputs = [serve(engine, [request])[0] for request in requests]
-    assert engine.core.scheduler.num_preemptions == 0
+    assert engine.core.scheduler.counters.num_preemptions == 0
     return outputs
 
 
@@ -47,9 +47,9 @@ def test_output_is_the_same_with_and_without_the_prefix_cache(
         block_size=block_size, num_blocks=224 // block_size, enable_prefix_caching=caching
     )
     stats, scheduler = engine.sharing_stats, engine.core.scheduler
-    num_preemptions = scheduler.num_preemptions
+    num_preemptions = scheduler.counters.num_preemptions
     assert serve(engine, requests) == wanted
-    assert scheduler.num_preemptions > num_preemptions
+    assert scheduler.counters.num_preemptions > num_preemptions
     after = engine.sharing_stats
     assert after.forks > stats.forks
     assert (after.copies > stats.copies) == (block_size > 1)

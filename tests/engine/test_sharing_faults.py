@@ -117,10 +117,13 @@ def test_preempted_partly_evicted_resumed(small, expected):
     small.add_request("old", *old)
     small.add_request("young", *young)
     scheduler = small.core.scheduler
-    before, recomputed = scheduler.num_preemptions, scheduler.num_recomputed_tokens
-    while scheduler.num_preemptions == before:
+    before, recomputed = (
+        scheduler.counters.num_preemptions,
+        scheduler.counters.num_recomputed_tokens,
+    )
+    while scheduler.counters.num_preemptions == before:
         small.step()
-    lost = scheduler.num_recomputed_tokens - recomputed
+    lost = scheduler.counters.num_recomputed_tokens - recomputed
     hits = small.sharing_stats.hit_tokens
     outputs = finish(small)
     found = small.sharing_stats.hit_tokens - hits

@@ -41,8 +41,11 @@ def test_random_requests_under_pressure_get_what_they_would_get_alone(
 
     scheduler = engine.core.scheduler
     assert soak.outputs.keys() == soak.callers.keys()
-    assert scheduler.num_preemptions_by_swap > num_requests / 20
-    assert scheduler.num_preemptions - scheduler.num_preemptions_by_swap > num_requests / 50
+    assert scheduler.counters.num_preemptions_by_swap > num_requests / 20
+    assert (
+        scheduler.counters.num_preemptions - scheduler.counters.num_preemptions_by_swap
+        > num_requests / 50
+    )
     assert soak.num_refused > 0
     reasons = Counter(
         out.finish_reason for output in soak.outputs.values() for out in output.outputs

@@ -5,6 +5,7 @@ import pytest
 
 from paged_jax import SamplingParams
 from paged_jax.engine.records import SequenceRecord
+from paged_jax.observability.observer import Observer
 from paged_jax.scheduling.request import Request
 
 PROMPT = "A function definition is an "
@@ -100,6 +101,20 @@ def test_a_stop_string_completed_by_the_last_token_is_a_stop(engine, plain):
     assert plain.index(stop) == 8
     out = complete(engine, stop=stop, max_tokens=12)
     assert (out.text, out.finish_reason, out.stop_reason) == (plain[:8], "stop", stop)
+
+
+def test_the_scheduler_ends_a_sequence_at_its_stop_string(engine, plain, monkeypatch):
+    """The text is read before the scheduler has the token, so nobody ends the sequence later."""
+    seen = []
+
+    class Ends(Observer):
+        def on_step(self, iteration):
+            seen.extend((s.finish_reason, s.stop_reason) for s in iteration.finished)
+
+    monkeypatch.setattr(engine.core, "observers", [*engine.core.observers, Ends()])
+    complete(engine, stop=plain[8:12], max_tokens=12)
+    complete(engine, stop=plain[8:12])
+    assert seen == [("stop", plain[8:12])] * 2
 
 
 def test_stop_strings_wait_for_min_tokens(engine, plain):

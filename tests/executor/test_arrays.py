@@ -107,7 +107,7 @@ def test_decode_rows_mirror_any_run_of_joins_ends_preemptions_and_aborts(seed):
     assert num_checked > 80
     assert scheduler.memory.stats.copies > 0
     if len(names) > 3 and scheduler.memory.num_total_blocks == 16:
-        assert scheduler.num_preemptions > 0
+        assert scheduler.counters.num_preemptions > 0
 
 
 def test_decode_rows_follow_blocks_that_copies_replace_and_needless_ones_put_back():

@@ -79,7 +79,7 @@ def test_nothing_compiles_after_warm_up(warm_engine):
         with pytest.raises(ValueError, match="empty"):
             warm_engine.generate(["x", ""], progress=False)
     assert count.programs == 0
-    assert warm_engine.core.scheduler.num_preemptions > 0
+    assert warm_engine.core.scheduler.counters.num_preemptions > 0
 
 
 def test_sharing_compiles_nothing_after_warm_up(warm_engine):

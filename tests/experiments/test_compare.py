@@ -13,8 +13,16 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
-from experiments.lib.comparing_differences import Difference, differences, first_difference
-from experiments.lib.comparing_ratios import FIGURES, Figure, compare_figure, judge, paired_ratio
+from experiments.lib.comparison import (
+    FIGURES,
+    Difference,
+    Figure,
+    compare_figure,
+    differences,
+    first_difference,
+    judge,
+    paired_ratio,
+)
 from experiments.lib.driver import ServedRequest, ServedRun
 from paged_jax import CompletionOutput, RequestOutput
 from paged_jax.outputs import RequestMetrics

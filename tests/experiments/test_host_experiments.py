@@ -10,7 +10,7 @@ from tests.experiments.experiment_runs import results_of, run_experiment
 def test_pipelining_compares_a_device_that_sleeps_and_the_model(tmp_path):
     """By how much is for quiet machines; that they overlap is tested in virtual time."""
     results, stdout = results_of(
-        "pipelining",
+        "costs.pipelining",
         tmp_path,
         "--quick",
         "--prompt_tokens=8",
@@ -28,9 +28,10 @@ def test_pipelining_compares_a_device_that_sleeps_and_the_model(tmp_path):
     assert "not a measurement" in stdout
 
 
+@pytest.mark.slow  # a whole experiment
 def test_host_overhead_splits_an_iteration(tmp_path):
     results, _ = results_of(
-        "host_overhead",
+        "costs.host_overhead",
         tmp_path,
         "--num_seqs=4",
         "--prompt_tokens=8",
@@ -43,6 +44,6 @@ def test_host_overhead_splits_an_iteration(tmp_path):
 
 
 def test_sizes_that_mean_nothing_are_one_line(tmp_path):
-    result = run_experiment("pipelining", tmp_path, "--device_ms=-1", "--model=")
+    result = run_experiment("costs.pipelining", tmp_path, "--device_ms=-1", "--model=")
     assert result.returncode == 2
-    assert result.stderr == "error: --device_ms takes integers of at least 1, got -1\n"
+    assert result.stderr == "error: --device_ms takes integers of at least 1, got '-1'\n"

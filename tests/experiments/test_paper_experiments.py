@@ -11,14 +11,15 @@ from tests.experiments.experiment_runs import results_of, run_experiment
 
 ROOT = Path(__file__).resolve().parents[2]
 NAMES = (
-    "capacity", "throughput", "batched_requests", "parallel_and_beam", "block_size", "reproduce",
+    "fig01_capacity", "fig12_throughput", "fig13_batched_requests", "fig14_parallel_and_beam",
+    "fig18_block_size", "reproduce",
 )  # fmt: skip
 ONE_PROCESS = "--processes=1"
 
 
 def test_capacity_prints_the_papers_slots_and_plans_for_a_model_of_ones_own(tmp_path):
     results, stdout = results_of(
-        "capacity", tmp_path, f"--model={TINY_LM}", "--gpu=H100", "--memory_gib=0.004",
+        "paper.fig01_capacity", tmp_path, f"--model={TINY_LM}", "--gpu=H100", "--memory_gib=0.004",
         "--lengths=alpaca", "--simulate=false",
     )  # fmt: skip
     assert [row["slots_k"] for row in results["cases"]] == ["15.7K", "9.7K", "60.1K"]
@@ -29,9 +30,10 @@ def test_capacity_prints_the_papers_slots_and_plans_for_a_model_of_ones_own(tmp_
     assert sum(results["memory_shares"].values()) == pytest.approx(100)
 
 
+@pytest.mark.slow  # a whole experiment
 def test_throughput_finds_rates_and_gains(tmp_path):
     results, _ = results_of(
-        "throughput", tmp_path, "--quick", ONE_PROCESS, "--lengths=sharegpt",
+        "paper.fig12_throughput", tmp_path, "--quick", ONE_PROCESS, "--lengths=sharegpt",
         "--systems=orca_max,paged", "--duration_s=20", "--objective_s=0.04",
     )  # fmt: skip
     orca, paged = results["cases"]
@@ -44,9 +46,10 @@ def test_throughput_finds_rates_and_gains(tmp_path):
     assert len(curve) > 6
 
 
+@pytest.mark.slow  # a whole experiment
 def test_batched_requests_are_put_beside_the_papers(tmp_path):
     results, _ = results_of(
-        "batched_requests", tmp_path, "--quick", "--processes=2", "--duration_s=10",
+        "paper.fig13_batched_requests", tmp_path, "--quick", "--processes=2", "--duration_s=10",
         "--loads=sharegpt:2,alpaca:30",
         "--systems=orca_max,orca_oracle",
     )  # fmt: skip
@@ -61,7 +64,7 @@ def test_batched_requests_are_put_beside_the_papers(tmp_path):
 @pytest.mark.slow  # a whole experiment
 def test_beams_and_samples_are_served_by_paging_and_by_reservations(tmp_path):
     results, _ = results_of(
-        "parallel_and_beam", tmp_path, ONE_PROCESS, "--widths=2", "--duration_s=2",
+        "paper.fig14_parallel_and_beam", tmp_path, ONE_PROCESS, "--widths=2", "--duration_s=2",
         "--objective_s=0.04", "--systems=orca_oracle,paged",
     )  # fmt: skip
     cases = {(case["method"], case["system"]): case for case in results["cases"]}
@@ -75,10 +78,10 @@ def test_beams_and_samples_are_served_by_paging_and_by_reservations(tmp_path):
 @pytest.mark.slow  # a whole experiment
 def test_block_sizes_are_compared_simulated_and_on_a_model(tmp_path):
     results, stdout = results_of(
-        "block_size", tmp_path, "--quick", ONE_PROCESS, "--duration_s=4", "--block_size=16,256",
-        "--workloads=shared_prefixes", f"--model={TINY_LM}", "--real_block_size=8,64",
-        "--num_requests=4", "--max_tokens=8", "--max_num_seqs=2", "--max_model_len=512",
-        "--pool_tokens=1024",
+        "paper.fig18_block_size", tmp_path, "--quick", ONE_PROCESS, "--duration_s=4",
+        "--block_size=16,256", "--workloads=shared_prefixes", f"--model={TINY_LM}",
+        "--real_block_size=8,64", "--num_requests=4", "--max_tokens=8", "--max_num_seqs=2",
+        "--max_model_len=512", "--pool_tokens=1024",
     )  # fmt: skip
     rows = {(row["run"], row["block_size"]): row for row in results["cases"]}
     assert len(rows) == 4
@@ -92,18 +95,24 @@ def test_block_sizes_are_compared_simulated_and_on_a_model(tmp_path):
 
 @pytest.mark.parametrize("name", NAMES)
 def test_help_opens_with_the_question_and_has_an_example(name):
-    documentation = ast.get_docstring(ast.parse((ROOT / f"experiments/{name}.py").read_text()))
+    documentation = ast.get_docstring(
+        ast.parse((ROOT / f"experiments/paper/{name}.py").read_text())
+    )
     assert documentation.split("\n")[0].startswith(("What ", "How ", "Which "))
-    assert f"\n    python -m experiments.{name} " in documentation
+    assert f"\n    python -m experiments.paper.{name} " in documentation
     assert "--quick" in documentation
 
 
 @pytest.mark.parametrize(
     ("name", "arguments", "message"),
     [
-        ("throughput", ["--lengths=opt"], "error: lengths are sharegpt, alpaca"),
-        ("batched_requests", ["--loads=alpaca"], "error: --loads takes lengths:rate"),
-        ("capacity", ["--model=OPT-175B"], "error: OPT-175B takes 325.2 GiB in float16"),
+        ("paper.fig12_throughput", ["--lengths=opt"], "error: --lengths takes sharegpt, alpaca"),
+        ("paper.fig13_batched_requests", ["--loads=alpaca"], "error: --loads takes lengths:rate"),
+        (
+            "paper.fig01_capacity",
+            ["--model=OPT-175B"],
+            "error: OPT-175B takes 325.2 GiB in float16",
+        ),
     ],
 )
 def test_bad_input_is_one_line_and_exit_code_2(tmp_path, name, arguments, message):

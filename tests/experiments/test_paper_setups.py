@@ -6,12 +6,11 @@ from dataclasses import replace
 import pytest
 
 from experiments.paper import simulations
-from experiments.paper.block_sizes import Row, best_block_sizes, held_figures
 from experiments.paper.fig01_capacity import memory_shares, throughput_by_batch
+from experiments.paper.fig18_block_size import Row, best_block_sizes, held_figures
 from experiments.paper.requests import LENGTHS, draw, note_on_length, poisson_requests
-from experiments.paper.setups import SETUPS, find_setup
-from experiments.paper.simulations import Load, Point, find_sustained, serve_at
-from experiments.paper.systems import SYSTEMS, chosen_systems
+from experiments.paper.setups import SETUPS, SYSTEMS, chosen_systems, find_setup
+from experiments.paper.simulations import Load, Point, find_sustained
 
 OPT_13B = SETUPS["OPT-13B"].deployment
 
@@ -103,23 +102,23 @@ def test_a_duration_without_time_is_refused():
 
 def test_a_run_to_its_end_leaves_out_nobody_and_a_cut_one_says_whom():
     overload = 30.0
-    whole, cut = (serve_at(load("orca_max", 5.0), overload, cut=cut) for cut in (False, True))
+    whole, cut = (load("orca_max", 5.0).simulate(overload, cut=cut) for cut in (False, True))
     assert whole.num_unfinished == 0
     assert cut.num_unfinished > 0
-    assert whole.num_requests == cut.num_requests
+    assert len(whole.requests) == len(cut.requests)
     assert whole.normalised_latency_s > cut.normalised_latency_s
-    shares = whole.token_states, whole.reserved, whole.internal, whole.external
+    shares = [share for name, share in whole.memory_shares.items() if name != "free"]
     assert 0 < sum(shares) <= 1
 
 
 def test_a_load_does_not_depend_on_what_ran_before():
-    first = serve_at(load("orca_oracle", 8.0), 10.0)
-    serve_at(load("paged", 8.0), 10.0)
-    assert serve_at(load("orca_oracle", 8.0), 10.0) == first
+    first = load("orca_oracle", 8.0).simulate(10.0)
+    load("paged", 8.0).simulate(10.0)
+    assert load("orca_oracle", 8.0).simulate(10.0) == first
 
 
 def fake_point(rate: float, latency: float) -> Point:
-    return Point(rate, 9, latency, 1.0, 1.0, 0.5, 0.0, 0.0, 0.0, 0.0, 0, 0, 0)
+    return Point(rate, latency, 1.0, 0.5, 0)
 
 
 @pytest.mark.parametrize("knee", [0.3, 7.0, 150.0])
@@ -147,7 +146,7 @@ def test_an_objective_that_is_never_met_has_no_rate(monkeypatch):
 
 def test_paging_batches_more_than_orca_which_batches_by_what_it_reserves():
     points = {
-        name: serve_at(load(name, 30.0, lengths="sharegpt_served"), 4.0, cut=True)
+        name: load(name, 30.0, lengths="sharegpt_served").simulate(4.0, cut=True)
         for name in ("orca_max", "orca_pow2", "orca_oracle", "paged")
     }
     sizes = [points[name].mean_batch_size for name in points]

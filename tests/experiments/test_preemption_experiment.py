@@ -1,10 +1,10 @@
-"""experiments.paper.fig19_preemption as a user runs it, on the tiny model; what it models, by hand."""
+"""Figure 19 as a user runs it, on the tiny model; and its models, by hand."""
 
 import csv
 
 import pytest
 
-from experiments.paper import preemption_micro as modelled
+from experiments.paper import fig19_micro as modelled
 from tests.experiments.experiment_runs import SMALL_ENGINE, results_of, run_experiment
 
 SMALL = [
@@ -24,7 +24,7 @@ SMALL = [
 
 @pytest.mark.slow  # a whole experiment
 def test_both_ways_are_measured_and_change_no_output(tmp_path):
-    results, stdout = results_of("preemption", tmp_path, *SMALL)
+    results, stdout = results_of("paper.fig19_preemption", tmp_path, *SMALL)
 
     small, large = results["cases"]
     assert (small["block_size"], small["blocks"]) == (1, 32)
@@ -59,12 +59,12 @@ def test_both_ways_are_measured_and_change_no_output(tmp_path):
 @pytest.mark.parametrize(
     ("argument", "message"),
     [
-        ("--runs=dreamt", "error: --runs takes micro and end_to_end, got dreamt"),
-        ("--block_sizes=0", "error: --block_sizes takes integers of at least 1, got 0"),
+        ("--runs=dreamt", "error: --runs takes micro, end_to_end; got 'dreamt'"),
+        ("--block_sizes=0", "error: --block_sizes takes integers of at least 1, got '0'"),
     ],
 )
 def test_bad_input_is_one_line_and_exit_code_2(tmp_path, argument, message):
-    result = run_experiment("preemption", tmp_path, argument)
+    result = run_experiment("paper.fig19_preemption", tmp_path, argument)
     assert (result.returncode, result.stderr) == (2, f"{message}\n")
 
 

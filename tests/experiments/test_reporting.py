@@ -1,90 +1,14 @@
 import dataclasses
 import json
 import subprocess
-import sys
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import pytest
 
 from experiments.lib import reporting
-
-SCRIPT = '''
-"""Does nothing much."""
-from absl import flags
-from experiments import reporting
-
-COUNT = flags.DEFINE_integer("count", 1, "How many.", lower_bound=0)
-
-def main() -> None:
-    if COUNT.value > 9:
-        raise ValueError(f"count {COUNT.value} is\\n too large")
-    if COUNT.value > 8:
-        raise KeyError("a fault")
-    print("count", COUNT.value)
-
-if __name__ == "__main__":
-    reporting.run(main)
-'''
-
-
-@pytest.fixture
-def run_script(tmp_path):
-    def run(*arguments: str) -> subprocess.CompletedProcess[str]:
-        path = tmp_path / "script.py"
-        path.write_text(SCRIPT)
-        root = Path(__file__).resolve().parents[2]
-        return subprocess.run(
-            [sys.executable, path, *arguments],
-            env={"PYTHONPATH": str(root)},
-            capture_output=True,
-            text=True,
-            check=False,
-        )
-
-    return run
-
-
-def test_an_experiment_gets_its_flags(run_script):
-    result = run_script("--count=3")
-    assert (result.returncode, result.stdout) == (0, "count 3\n")
-
-
-def test_help_shows_the_flags_and_succeeds(run_script):
-    result = run_script("--help")
-    assert result.returncode == 0
-    assert "Does nothing much." in result.stdout
-    assert "How many." in result.stdout
-
-
-@pytest.mark.parametrize(
-    ("argument", "line"),
-    [
-        ("--count=10", "error: count 10 is too large\n"),
-        ("--count=-1", "error: flag --count=-1: -1 is not a non-negative integer"),
-        ("--count=x", "error: flag --count=x: invalid literal"),
-        ("--cuont=1", "error: Unknown command line flag 'cuont'. Did you mean: count ?"),
-        ("surplus", "error: unexpected argument 'surplus'"),
-    ],
-)
-def test_bad_input_is_one_line_and_exit_code_2(run_script, argument, line):
-    result = run_script(argument)
-    assert result.returncode == 2
-    assert result.stderr.startswith(line)
-    assert result.stderr.count("\n") == 1
-    assert result.stdout == ""
-
-
-def test_the_traceback_of_bad_input_is_there_for_who_asks(run_script):
-    result = run_script("--count=10", "--verbosity=1")
-    assert result.returncode == 2
-    assert "Traceback" in result.stderr
-
-
-def test_faults_keep_their_traceback(run_script):
-    result = run_script("--count=9")
-    assert result.returncode == 1
-    assert "KeyError: 'a fault'" in result.stderr
+from experiments.lib.options import Options, option
 
 
 @dataclasses.dataclass
@@ -189,3 +113,40 @@ def test_markdown_tables_hold_the_same_cells():
 )
 def test_cells_are_figures_as_people_read_them(value, text):
     assert reporting.cell(value) == text
+
+
+class Row(NamedTuple):
+    system: str
+    rate: float | None
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Config(Options):
+    size: int = option(7, "Each has this size.")
+
+
+ROW_KINDS = [
+    [Row("paged", 1.5), Row("orca", None)],
+    [{"system": "paged", "rate": 1.5}, {"system": "orca", "rate": None}],
+]
+
+
+@pytest.mark.parametrize("rows", ROW_KINDS)
+def test_a_report_prints_some_columns_and_writes_all(tmp_path, capsys, rows):
+    config = Config(out_dir=str(tmp_path))
+    reporting.report("Rates", rows, config, columns=("system",), duration_s=60)
+    printed = capsys.readouterr().out
+    assert "paged" in printed
+    assert "1.5" not in printed
+    results = json.loads((tmp_path / "results.json").read_text())
+    assert results["flags"] == {"quick": False, "seed": 0, "out_dir": str(tmp_path), "size": 7}
+    assert results["environment"]["jax"]
+    assert results["duration_s"] == 60
+    assert results["cases"] == ROW_KINDS[1]
+    assert (tmp_path / "results.csv").read_text() == "system,rate\npaged,1.5\norca,\n"
+
+
+@pytest.mark.parametrize("rows", ROW_KINDS)
+def test_csv_holds_a_header_and_a_line_for_each_row(tmp_path, rows):
+    path = reporting.write_csv(tmp_path, "rates.csv", rows)
+    assert path.read_text() == "system,rate\npaged,1.5\norca,\n"

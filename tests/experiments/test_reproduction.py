@@ -1,27 +1,45 @@
 """The report on all experiments: what runs, what is kept, what a claim's verdict is."""
 
+import dataclasses
+import importlib
 import json
 import re
 import subprocess
 import sys
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
-from experiments.paper import measured_claims, report, simulated_claims
-from experiments.paper.claims import Claim, chosen, rising, within
-from experiments.paper.reproduce_plan import (
+from experiments.costs import length_shapes, tail_latency
+from experiments.kernels import latency
+from experiments.lib.claims import Claim, chosen, rising, within
+from experiments.lib.reporting import git_commit
+from experiments.paper import (
+    fig02_memory_waste,
+    fig12_throughput,
+    fig13_batched_requests,
+    fig15_memory_sharing,
+    fig19_preemption,
+    report,
+)
+from experiments.paper.reproduce import (
     HIT_RATE,
     STEPS,
-    Outcome,
+    Config,
     Step,
     chosen_steps,
     kept_outcome,
     last_line,
-    run,
+    run_command,
 )
+from experiments.paper.setups import ORCA
 
 ROOT = Path(__file__).resolve().parents[2]
+
+
+def module_of(step: Step) -> ModuleType:
+    return importlib.import_module(f"experiments.{step.module}")
 
 
 # Claims
@@ -70,7 +88,7 @@ def throughput_results(oracle: float, large: float = 1.2) -> dict:
 
 def test_a_gain_counts_from_the_papers_lower_end():
     def verdicts(oracle):
-        claims = simulated_claims.throughput(throughput_results(oracle))
+        claims = fig12_throughput.claims(throughput_results(oracle))
         return [c.verdict for c in claims if "Oracle" in c.what and "over" in c.what]
 
     assert verdicts(1.71) == ["reproduced"]
@@ -78,9 +96,9 @@ def test_a_gain_counts_from_the_papers_lower_end():
 
 
 def test_the_order_of_systems_and_the_larger_model_are_judged():
-    claims = simulated_claims.throughput(throughput_results(1.8))
+    claims = fig12_throughput.claims(throughput_results(1.8))
     assert all(claim.holds for claim in claims), [c for c in claims if not c.holds]
-    claims = simulated_claims.throughput(throughput_results(2.3, large=2.5))
+    claims = fig12_throughput.claims(throughput_results(2.3, large=2.5))
     wrong = [claim.what for claim in claims if not claim.holds]
     assert wrong == [
         "OPT-13B, sharegpt: order of the systems' rates",
@@ -97,7 +115,7 @@ def test_memory_is_judged_for_each_kind_of_lengths_on_its_own():
             "used_as_tokens": tokens,
         }  # fmt: skip
 
-    paper = {name: [20.0, 1.0, 2.0, 3.0] for name in simulated_claims.ORCA}
+    paper = {name: [20.0, 1.0, 2.0, 3.0] for name in ORCA}
     cases = [
         row("sharegpt_served", "orca_max", 20.0, 4.9),
         row("sharegpt_served", "paged", 97.0, 0.7),
@@ -106,7 +124,7 @@ def test_memory_is_judged_for_each_kind_of_lengths_on_its_own():
     ]
     line = "simulated, sharegpt, orca_max: 5.1 points off: short"
     results = {"cases": cases, "paper_percent": paper, "explanations": [line]}
-    claims = simulated_claims.memory_waste(results)
+    claims = fig02_memory_waste.claims(results)
     assert [claim.holds for claim in claims] == [True, True, True, False, False, True]
     assert [claim.note for claim in claims if claim.note] == [line]
 
@@ -117,7 +135,7 @@ def test_batch_sizes_have_the_tolerance_of_their_system():
             "lengths": "sharegpt_served", "rate": 2.0, "system": system, "batch_size": size,
             "paper": 10.0, "unfinished_percent": 3.0,
         }  # fmt: skip
-        [claim] = simulated_claims.batched_requests({"cases": [row]})
+        [claim] = fig13_batched_requests.claims({"cases": [row]})
         return claim.verdict
 
     assert verdict("orca_max", 11.4) == verdict("paged", 12.4) == "reproduced"
@@ -127,7 +145,7 @@ def test_batch_sizes_have_the_tolerance_of_their_system():
 def test_saved_blocks_are_judged_by_points():
     def verdict(ours: float, paper: str) -> str:
         row = {"lengths": "alpaca", "method": "beam", "width": 2, "opt_13b": ours, "paper": paper}
-        [claim] = measured_claims.memory_sharing({"cases": [row]})
+        [claim] = fig15_memory_sharing.claims({"cases": [row]})
         return claim.verdict
 
     assert verdict(42.0, "37.6") == verdict(12.0, "16.2 to 30.5") == "reproduced"
@@ -140,7 +158,7 @@ def test_a_kernel_on_a_cpu_says_nothing_of_the_papers():
 
     def verdict(platform: str) -> str:
         environment = {"device_kind": platform, "device_platform": platform}
-        [claim] = measured_claims.kernel_latency(results | {"environment": environment})
+        [claim] = latency.claims(results | {"environment": environment})
         return claim.verdict
 
     assert verdict("cpu") == "not comparable"
@@ -159,11 +177,11 @@ def preemption_results() -> dict:
 
 def test_swapping_and_recomputing_are_judged_by_what_is_measured_and_modelled():
     results = preemption_results()
-    assert [claim.holds for claim in measured_claims.preemption(results)] == [True] * 4
+    assert [claim.holds for claim in fig19_preemption.claims(results)] == [True] * 4
     results["cases"][1]["recompute_ms"] = 13.0
     results["cases"][0]["a100_each_ms"] = 20.0
     results["cases"][2]["a100_each_ms"] = 20.0
-    holds = [claim.holds for claim in measured_claims.preemption(results)]
+    holds = [claim.holds for claim in fig19_preemption.claims(results)]
     assert holds == [True, False, False, False]
 
 
@@ -173,7 +191,7 @@ def test_uniform_lengths_must_show_a_shorter_tail():
             {"shape": shape, "system": "paged", "internal": 1.0, "external": 2.0, "ttft_p99_s": p99}
             for shape, p99 in (("constant", 0.1), ("uniform", uniform), ("lognormal", lognormal))
         ]
-        [claim] = simulated_claims.length_shapes({"cases": rows})
+        [claim] = length_shapes.claims({"cases": rows})
         return claim.verdict
 
     assert verdict(1.0, 1.2) == "reproduced"
@@ -183,7 +201,7 @@ def test_uniform_lengths_must_show_a_shorter_tail():
 def test_chunks_must_shorten_the_longest_gaps_at_every_rate():
     def verdicts(*ratios: float | None) -> list[str]:
         rows = [{"rate": 1.0, "ratio": ratio} for ratio in ratios]
-        return [c.verdict for c in measured_claims.tail_latency({"gap_p99_ratios": rows})]
+        return [c.verdict for c in tail_latency.claims({"gap_p99_ratios": rows})]
 
     assert verdicts(0.3, None, 0.9) == ["reproduced"]
     assert verdicts(0.3, 1.1) == ["differs"]
@@ -193,28 +211,33 @@ def test_chunks_must_shorten_the_longest_gaps_at_every_rate():
 # Plan
 
 
-def test_every_experiment_of_the_plan_has_a_quick_way_and_claims_belong_to_experiments():
+def test_every_experiment_of_the_plan_has_a_quick_way_and_claims_of_its_own():
     names = [step.name for step in (*STEPS, HIT_RATE)]
     assert len(names) == len(set(names))
-    assert set(report.CLAIMS) == set(names)
-    for step, _ in chosen_steps(["throughput", "capacity"], None):
-        assert "--quick" in step.command(True, "somewhere")
-        assert "--quick" not in step.command(False, "somewhere")
-        assert step.command(False, "somewhere")[-1] == "--out_dir=somewhere"
+    assert all(callable(module_of(step).claims) for step in (*STEPS, HIT_RATE))
+    for step in chosen_steps(["throughput", "capacity"], None):
+        quick = step.command(Config(quick=True, out_dir="somewhere"))
+        full = step.command(Config(out_dir="somewhere"))
+        assert "--quick" in quick
+        assert "--quick" not in full
+        assert full[-1] == f"--out_dir=somewhere/{step.name}"
+    assert "--seed=3" in step.command(Config(seed=3, out_dir="somewhere"))
 
 
 @pytest.mark.parametrize("step", [*STEPS, HIT_RATE], ids=lambda step: step.name)
-def test_the_flags_and_plots_of_a_step_are_those_of_its_experiment(step):
-    source = (ROOT / f"experiments/{step.name}.py").read_text()
-    known = re.findall(r'DEFINE_\w+\(\s*"(\w+)"', source)
-    given = [re.match(r"--(\w+)", flag)[1] for flag in (*step.quick, *step.full)]
-    assert set(given) <= set(known)
-    assert all(f'"{plot}"' in source for plot in step.plots)
+def test_the_flags_of_a_step_are_those_of_its_experiment(step):
+    module = module_of(step)
+    classes = [value for value in vars(module).values() if dataclasses.is_dataclass(value)]
+    known = {field.name for each in classes for field in dataclasses.fields(each)}
+    given = [re.match(r"--(\w+)", flag)[1] for flag in f"{step.quick} {step.full}".split()]
+    assert set(given) <= known
 
 
 def test_a_trace_adds_its_experiment_and_unknown_names_are_refused():
-    assert HIT_RATE not in [step for step, _ in chosen_steps([], None)]
-    assert chosen_steps([], "x.jsonl")[-1] == (HIT_RATE, ("--trace=x.jsonl",))
+    assert HIT_RATE not in chosen_steps([], None)
+    last = chosen_steps([], "x.jsonl")[-1]
+    assert last.module == HIT_RATE.module
+    assert "--trace=x.jsonl" in last.command(Config(out_dir="somewhere"))
     with pytest.raises(ValueError, match="no experiment troughput; there are capacity"):
         chosen_steps(["troughput"], None)
 
@@ -232,7 +255,7 @@ def test_what_succeeded_is_kept_for_the_same_command_and_commit(tmp_path):
     folder = tmp_path / "step"
     folder.mkdir()
     (folder / "results.json").write_text("{}")
-    outcome = run(command, folder, "abc", shown.append)
+    outcome = run_command(command, folder, "abc", shown.append)
     assert outcome.succeeded
     assert outcome.last_line == "done"
     kept = kept_outcome(folder, command, "abc")
@@ -247,7 +270,7 @@ def test_what_succeeded_is_kept_for_the_same_command_and_commit(tmp_path):
 def test_what_failed_is_not_kept_and_its_last_words_are(tmp_path):
     (tmp_path / "results.json").write_text("{}")
     command = script("print('50 %\\r100 %'); raise SystemExit('error: no such thing')")
-    outcome = run(command, tmp_path, None, lambda _: None)
+    outcome = run_command(command, tmp_path, None, lambda _: None)
     assert (outcome.returncode, outcome.last_line) == (1, "error: no such thing")
     assert kept_outcome(tmp_path, command, None) is None
 
@@ -268,20 +291,15 @@ def sections(tmp_path) -> list[report.Section]:
     folder = tmp_path / "throughput"
     folder.mkdir()
     (folder / "throughput.png").write_bytes(b"\x89PNG of <rates>")
-    step = Step("throughput", "Rates & more", (), (), ("throughput.png", "missing.png"))
     claims = [
         Claim("a < b", "2", "3", "at least 2", True, "unneeded"),
         Claim("c", "2", "1", "at least 2", False, "because of <d>"),
     ]
-    good = Outcome(
-        ["python", "-m", "experiments.paper.fig12_throughput"], "abc", 12.0, 9.0, 0, "done"
-    )
-    bad = Outcome(
-        ["python", "-m", "experiments.paper.fig17_chatbot"], "abc", 1.0, 1.0, 2, "error: no <model>"
-    )
+    command = "python -m experiments.paper.fig12_throughput"
+    failure = "exit code 2: error: no <model>"
     return [
-        report.Section(step, folder, good, claims),
-        report.Section(Step("chatbot", "Chat", (), (), ()), tmp_path, bad, []),
+        report.Section("throughput", "Rates & more", "", folder, command, "12 s", None, claims),
+        report.Section("chatbot", "Chat", "", tmp_path, "python", "1 s", failure, []),
     ]
 
 
@@ -320,15 +338,14 @@ def test_a_report_from_the_command_line_which_is_kept_the_second_time(tmp_path):
         return result.stdout, json.loads((tmp_path / "results.json").read_text())
 
     # As an earlier run would have left it: the commit decides whether it is used.
-    from experiments.lib.reporting import git_commit
-
-    [(step, _)] = chosen_steps(["decode_step"], None)
+    [step] = chosen_steps(["decode_step"], None)
     folder = tmp_path / "decode_step"
     folder.mkdir()
     (folder / "results.json").write_text('{"cases": [{"ratio": 1.25}, {"ratio": 1.5}]}')
+    command = step.command(Config(quick=True, out_dir=str(tmp_path)))
     outcome = {
-        "command": step.command(True, str(folder)), "commit": git_commit(ROOT / "experiments"),
-        "seconds": 3.0, "cpu_seconds": 5.0, "returncode": 0, "last_line": "", "was_kept": False,
+        "command": command, "commit": git_commit(ROOT / "experiments"), "seconds": 3.0,
+        "cpu_seconds": 5.0, "returncode": 0, "last_line": "", "was_kept": False,
     }  # fmt: skip
     (folder / "done.json").write_text(json.dumps(outcome))
     stdout, results = reproduce()

@@ -18,8 +18,7 @@ from experiments.lib.serving_figures import (
     shortfalls,
     ttft_by_priority,
 )
-from experiments.lib.serving_plots import Occupancy, occupancy, timeline
-from experiments.lib.serving_tables import tables
+from experiments.lib.serving_report import Occupancy, occupancy, tables, timeline
 from paged_jax import CompletionOutput, RequestOutput, SamplingParams
 from paged_jax.memory.usage import MemoryUsage
 from paged_jax.observability.observer import IterationStats
@@ -75,6 +74,7 @@ def served(tmp_path_factory):
     return out_dir, result.stdout
 
 
+@pytest.mark.slow  # a whole experiment
 def test_beams_are_served_without_the_prefix_cache(tmp_path):
     result = run_serve(
         tmp_path,

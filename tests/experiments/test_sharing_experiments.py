@@ -30,7 +30,7 @@ def sharegpt(tmp_path_factory) -> Path:
 @pytest.mark.slow  # a whole experiment
 def test_memory_sharing_puts_real_and_simulated_runs_beside_the_paper(tmp_path, sharegpt):
     results, stdout = results_of(
-        "memory_sharing",
+        "paper.fig15_memory_sharing",
         tmp_path,
         *SMALL_ENGINE,
         "--quick",
@@ -56,7 +56,7 @@ def test_memory_sharing_puts_real_and_simulated_runs_beside_the_paper(tmp_path, 
 
 def test_a_shared_prefix_is_found_and_changes_no_output(tmp_path):
     results, _ = results_of(
-        "shared_prefix",
+        "paper.fig16_shared_prefix",
         tmp_path,
         *SMALL_ENGINE,
         "--quick",
@@ -78,9 +78,10 @@ def test_a_shared_prefix_is_found_and_changes_no_output(tmp_path):
     assert results["prefill"]["cached_tokens"] == 96
 
 
+@pytest.mark.slow  # a whole experiment
 def test_a_chat_reuses_its_earlier_turns_until_its_beginning_is_cut_off(tmp_path, sharegpt):
     results, _ = results_of(
-        "chatbot",
+        "paper.fig17_chatbot",
         tmp_path,
         *SMALL_ENGINE,
         "--quick",
@@ -112,15 +113,24 @@ def test_hit_rate_of_a_trace_falls_with_the_block_size(tmp_path):
     ]
     trace.write_text("".join(json.dumps(row) + "\n" for row in rows))
     arguments = [f"--trace={trace}", "--block_size=16,512,1024", "--pool_tokens=0"]
-    results, stdout = results_of("prefix_hit_rate", tmp_path / "out", *arguments)
+    results, stdout = results_of("costs.prefix_hit_rate", tmp_path / "out", *arguments)
     assert [case["hit_tokens"] for case in results["cases"]] == [1536, 1536, 1024]
     assert results["prompt_tokens"] == 3230
     assert "Two prompts that share their first 15 tokens" in stdout
 
 
-@pytest.mark.parametrize("name", ["memory_sharing", "shared_prefix", "chatbot", "prefix_hit_rate"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "paper.fig15_memory_sharing",
+        "paper.fig16_shared_prefix",
+        "paper.fig17_chatbot",
+        "costs.prefix_hit_rate",
+    ],
+)
 def test_help_opens_with_the_question_and_has_an_example(name):
-    documentation = ast.get_docstring(ast.parse((ROOT / f"experiments/{name}.py").read_text()))
+    source = (ROOT / f"experiments/{name.replace('.', '/')}.py").read_text()
+    documentation = ast.get_docstring(ast.parse(source))
     assert documentation.startswith(("What ", "How much "))
     assert f"\n    python -m experiments.{name} " in documentation
     assert "--quick" in documentation
@@ -129,8 +139,17 @@ def test_help_opens_with_the_question_and_has_an_example(name):
 @pytest.mark.parametrize(
     ("name", "arguments", "message"),
     [
-        ("memory_sharing", ["--runs=dreamt"], "error: --runs takes real and simulated, got dreamt"),
-        ("prefix_hit_rate", [], "error: --trace: the path of a Mooncake trace (JSONL) is needed"),
+        (
+            "paper.fig15_memory_sharing",
+            ["--runs=dreamt"],
+            "error: --runs takes real, simulated; got 'dreamt'",
+        ),
+        ("paper.fig15_memory_sharing", ["--runs="], "error: --runs takes one value"),
+        (
+            "costs.prefix_hit_rate",
+            [],
+            "error: --trace: the path of a Mooncake trace (JSONL) is needed",
+        ),
     ],
 )
 def test_bad_input_is_one_line_and_exit_code_2(tmp_path, name, arguments, message):

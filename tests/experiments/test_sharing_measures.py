@@ -4,21 +4,27 @@ import numpy as np
 import pytest
 
 from experiments.costs.prefix_hit_rate import Prompt, replay, replay_trace, textbook_hits
+from experiments.lib.fake_devices import BatchRecorder, BranchingDevice
 from experiments.lib.paired import in_turn, ratio_spread
-from experiments.paper.chat import Turn, Window, chat, draw_conversations, read_conversations
-from experiments.paper.fig16_shared_prefix import prefix_tokens, questions
-from experiments.paper.sharing_savings import (
-    BeamObserver,
-    Branching,
-    BranchingExecutor,
+from experiments.paper.fig15_savings import (
+    beams_apart,
     num_tokens_apart,
     saved_fraction,
     simulate,
     with_sharegpt_text,
 )
+from experiments.paper.fig16_shared_prefix import prefix_tokens, questions
+from experiments.paper.fig17_conversations import (
+    Turn,
+    Window,
+    chat,
+    draw_conversations,
+    read_conversations,
+)
 from paged_jax.memory.usage import MemoryUsage
 from paged_jax.sampling_params import SamplingParams
-from paged_jax.simulation.system import SystemConfig
+from paged_jax.simulation.executor import Branching
+from paged_jax.simulation.run import SystemConfig
 from paged_jax.workloads import MooncakeRow, VocabRange, WorkloadRequest, mooncake_requests
 
 SYSTEM = SystemConfig(
@@ -42,9 +48,8 @@ def test_savings_are_blocks_saved_over_blocks_without_sharing():
 
 def simulated(params: SamplingParams, *, num_prompt: int, num_output: int) -> list[MemoryUsage]:
     request = WorkloadRequest(tuple(range(num_prompt)), num_output)
-    return simulate(
-        [request], params, SYSTEM, lambda memory: BranchingExecutor(memory, seed=0), description=""
-    )
+    scheduler = SYSTEM.scheduler()
+    return simulate([request], params, scheduler, BranchingDevice(scheduler.memory, seed=0))
 
 
 def test_samples_save_the_full_blocks_of_their_prompt():
@@ -79,21 +84,16 @@ def test_beams_are_apart_since_their_last_common_token(beams, apart):
     assert num_tokens_apart(beams) == apart
 
 
-def test_an_observer_sees_each_step_of_a_search_and_changes_nothing():
+def test_an_recorder_sees_each_step_of_a_search_and_changes_nothing():
     params = SamplingParams(beam_width=3, temperature=0)
     request = WorkloadRequest((1, 2, 3), 6)
-    observers = []
-
-    def observed(memory):
-        observers.append(BeamObserver(BranchingExecutor(memory, seed=0)))
-        return observers[0]
-
-    usages = simulate([request], params, SYSTEM, observed, description="")
-    assert usages == simulate(
-        [request], params, SYSTEM, lambda memory: BranchingExecutor(memory, seed=0), description=""
+    scheduler = SYSTEM.scheduler()
+    recorder = BatchRecorder(BranchingDevice(scheduler.memory, seed=0), beams_apart)
+    assert simulate([request], params, scheduler, recorder) == simulated(
+        params, num_prompt=3, num_output=6
     )
-    assert 1 <= observers[0].take()["mean"] <= 5
-    assert observers[0].take()["mean"] is None
+    assert 1 <= np.mean(recorder.take()) <= 5
+    assert recorder.take() == []
 
 
 def test_candidates_are_ranked_log_probabilities_alike_between_beams_of_a_search():

@@ -21,7 +21,7 @@ SMALL_ENGINE = [
 
 @pytest.mark.slow  # a whole experiment
 def test_a_calibration_measures_steps_of_every_size_and_is_read_by_the_simulator(tmp_path):
-    results, stdout = results_of("calibrate", tmp_path, *SMALL_ENGINE)
+    results, stdout = results_of("simulator.calibrate", tmp_path, *SMALL_ENGINE)
     measured = {case["term"]: case for case in results["cases"]}
     sizes = ("decode 1", "decode 2", "decode 4", "prefill 16", "prefill 32", "head 1", "head 4")
     assert measured.keys() >= {*sizes, "decode context", "prefill pairs"}
@@ -34,7 +34,13 @@ def test_a_calibration_measures_steps_of_every_size_and_is_read_by_the_simulator
 
 
 def test_the_simulator_decides_as_the_engine_does_in_every_iteration(tmp_path):
-    results, stdout = results_of("validate_simulator", tmp_path, *SMALL_ENGINE, "--num_requests=12")
+    results, stdout = results_of(
+        "simulator.validate",
+        tmp_path,
+        *SMALL_ENGINE,
+        "--num_requests=12",
+        figure="validate_simulator",
+    )
     assert results["curves_equal"] == [True]
     assert results["num_preemptions"] > 0
     with (tmp_path / "curves.csv").open() as file:

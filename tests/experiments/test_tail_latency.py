@@ -4,22 +4,30 @@ from types import SimpleNamespace
 
 import pytest
 
-from experiments.costs.goodput import Mix, Objective, case_of
+from experiments.costs.tail_latency import Config, Objective, case_of
 from paged_jax.workloads.request import VocabRange
 from tests.conftest import TINY_LM
 from tests.experiments.experiment_runs import results_of, run_experiment
 
-MIX = Mix(20, 5, long_prompt=400, long_output=3, short_prompt=10, short_output=8)
+MIX = Config(
+    num_requests=20,
+    long_every=5,
+    long_prompt=400,
+    long_output=3,
+    short_prompt=10,
+    short_output=8,
+    seed=3,
+)
 
 
 def test_one_in_so_many_prompts_is_long():
-    requests = MIX.requests(VocabRange(0, 50), seed=3)
+    requests = MIX.requests(VocabRange(0, 50))
     lengths = [request.num_prompt_tokens for request in requests]
     assert [i for i, length in enumerate(lengths) if length == 400] == [2, 7, 12, 17]
     assert MIX.num_long(requests) == 4
     assert all(5 <= length <= 15 for length in lengths if length != 400)
     assert len({request.prompt_token_ids for request in requests}) == 20
-    assert requests == MIX.requests(VocabRange(0, 50), seed=3)
+    assert requests == MIX.requests(VocabRange(0, 50))
     assert MIX.max_len == 403
 
 
@@ -67,7 +75,7 @@ def test_the_figures_of_a_run_count_what_was_refused_and_late():
 @pytest.mark.slow  # a whole experiment
 def test_tail_latency_compares_four_systems(tmp_path):
     results, stdout = results_of(
-        "tail_latency",
+        "costs.tail_latency",
         tmp_path,
         f"--model={TINY_LM}",
         "--num_requests=8",
@@ -102,7 +110,7 @@ def test_tail_latency_compares_four_systems(tmp_path):
     ],
 )
 def test_tail_latency_refuses_bad_input_in_a_line(tmp_path, arguments, message):
-    result = run_experiment("tail_latency", tmp_path, f"--model={TINY_LM}", *arguments)
+    result = run_experiment("costs.tail_latency", tmp_path, f"--model={TINY_LM}", *arguments)
     assert result.returncode == 2
     assert result.stderr.strip().endswith(message)
     assert result.stderr.count("\n") == 1

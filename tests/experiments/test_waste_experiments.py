@@ -46,7 +46,7 @@ def test_waste_without_load_is_not_known():
 @pytest.mark.slow  # a whole experiment
 def test_memory_waste_has_the_papers_order_simulated_and_real(tmp_path):
     results, stdout = results_of(
-        "memory_waste",
+        "paper.fig02_memory_waste",
         tmp_path,
         "--quick",
         "--lengths=sharegpt_served",
@@ -80,7 +80,7 @@ def test_memory_waste_has_the_papers_order_simulated_and_real(tmp_path):
 @pytest.mark.slow  # a whole experiment
 def test_constant_lengths_hide_what_log_normal_ones_waste(tmp_path):
     results, stdout = results_of(
-        "length_shapes",
+        "costs.length_shapes",
         tmp_path,
         "--quick",
         "--systems=orca_oracle,paged",
@@ -99,9 +99,11 @@ def test_constant_lengths_hide_what_log_normal_ones_waste(tmp_path):
     assert "Orca (Oracle): fragmentation" in stdout
 
 
-@pytest.mark.parametrize("name", ["memory_waste", "length_shapes"])
+@pytest.mark.parametrize("name", ["paper.fig02_memory_waste", "costs.length_shapes"])
 def test_help_opens_with_the_question_and_has_an_example(name):
-    documentation = ast.get_docstring(ast.parse((ROOT / f"experiments/{name}.py").read_text()))
+    documentation = ast.get_docstring(
+        ast.parse((ROOT / f"experiments/{name.replace('.', '/')}.py").read_text())
+    )
     assert documentation.startswith("What ")
     assert f"\n    python -m experiments.{name} --quick" in documentation
 
@@ -109,10 +111,14 @@ def test_help_opens_with_the_question_and_has_an_example(name):
 @pytest.mark.parametrize(
     ("name", "arguments", "message"),
     [
-        ("memory_waste", ["--runs=dreamt"], "error: --runs takes simulated and real, got dreamt"),
-        ("memory_waste", ["--lengths=short"], "error: lengths are sharegpt"),
-        ("length_shapes", ["--rates=paged"], "error: --rates takes system:rate"),
-        ("length_shapes", ["--rates=paged:1"], "error: --rates has no rate for orca_max"),
+        (
+            "paper.fig02_memory_waste",
+            ["--runs=dreamt"],
+            "error: --runs takes simulated, real; got 'dreamt'",
+        ),
+        ("paper.fig02_memory_waste", ["--lengths=short"], "error: --lengths takes sharegpt"),
+        ("costs.length_shapes", ["--rates=paged"], "error: --rates takes system:rate"),
+        ("costs.length_shapes", ["--rates=paged:1"], "error: --rates has no rate for orca_max"),
     ],
 )
 def test_bad_input_is_one_line_and_exit_code_2(tmp_path, name, arguments, message):

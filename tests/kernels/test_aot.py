@@ -15,7 +15,7 @@ from jax.experimental.pallas import triton as plt
 from pallas_kernels import targets
 from pallas_kernels.lab import aot, ptx
 from pallas_kernels.targets import TARGETS
-from tests.kernels.compiler import needs_compiler
+from tests.compiler import needs_compiler
 
 A100, L4, H200, B200 = TARGETS.values()
 pytestmark = pytest.mark.filterwarnings(

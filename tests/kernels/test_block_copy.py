@@ -13,7 +13,7 @@ from pallas_kernels.lab import aot
 from pallas_kernels.lab.interpreter import Race, watch
 from pallas_kernels.registry import Unsupported
 from pallas_kernels.targets import TARGETS, compiling_for
-from tests.kernels.compiler import needs_compiler
+from tests.compiler import needs_compiler
 
 # [P, Hk, S, D] and how many caches: two programs to a block, one to a block, one row to a program.
 CASES = [

@@ -11,7 +11,7 @@ import pytest
 from pallas_kernels.lab import aot
 from pallas_kernels.paged_attention import Unsupported, cache_head_size, paged_prefill_attention
 from pallas_kernels.targets import TARGETS, Target
-from tests.kernels.compiler import needs_compiler
+from tests.compiler import needs_compiler
 
 A100, L4, H200, B200 = TARGETS.values()
 DTYPES = {

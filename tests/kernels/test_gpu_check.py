@@ -10,10 +10,10 @@ from pathlib import Path
 import jax
 import pytest
 
+from experiments.kernels import gpu_check as runner
 from experiments.kernels import gpu_plan as plan
-from experiments.kernels import gpu_runner as runner
 from experiments.kernels import sanitizer
-from experiments.kernels.gpu_checks import LatencyCheck, Settings, ValueCheck, ValueRow, is_fault
+from experiments.kernels.gpu_plan import LatencyCheck, Settings, ValueCheck, ValueRow, is_fault
 from experiments.kernels.gpu_report import Report, goals
 from experiments.kernels.measure import Row, empty_row
 from pallas_kernels.lab.checks import OPS, CheckResult, lab_of
@@ -178,7 +178,7 @@ def test_a_latency_check_that_crashed_is_a_row_that_says_so():
     measured = latency_row("mosaic_gpu", time_us=1.0)
     assert check.row(Outcome("returned", measured), SETTINGS) is measured
     name, args = check.call(SETTINGS)
-    assert name == "experiments.kernels.gpu_jobs:latency"
+    assert name == "experiments.kernels.measure:measure"
     assert args == ("mosaic_gpu", plan.FULL_BATCH, 4000, 0.1, False)
 
 
@@ -275,8 +275,9 @@ MISSING = ("flax", "gguf", "optax", "safetensors", "tokenizers", "transformers",
     [
         "import experiments.kernels.autotune",
         "import experiments.kernels.latency",
-        "from experiments.kernels.gpu_check import plan; assert plan.chosen(plan.full_plan(), None)",
-        "import experiments.kernels.gpu_jobs",
+        "from experiments.kernels.gpu_check import chosen, full_plan; "
+        "assert chosen(full_plan(), None)",
+        "import experiments.kernels.measure",
     ],
 )
 def test_a_bare_jax_is_enough_and_the_device_is_left_to_the_worker(work):

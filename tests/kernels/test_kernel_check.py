@@ -138,7 +138,7 @@ def test_lowering_has_a_row_for_each_gpu(tmp_path):
     [
         (["--impl=toys.nowhere"], "cannot import the implementation toys.nowhere"),
         (["--impl=xla", "--case=nothing"], "no case has 'nothing' in its name; there are GQA"),
-        (["--impl=xla", "--target=A100,V100"], "--target takes A100, L4, H200, B200, got V100"),
+        (["--impl=xla", "--target=A100,V100"], "--target takes A100, L4, H200, B200; got 'V100'"),
     ],
 )
 def test_bad_input_is_one_line_and_exit_code_2(tmp_path, flags, message):

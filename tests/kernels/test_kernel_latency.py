@@ -1,4 +1,4 @@
-"""Latency of attention kernels: inputs, contenders, timing, rows, and the script."""
+"""Latency of attention kernels: inputs, baselines, timing, rows, and the script."""
 
 import csv
 import json
@@ -17,11 +17,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from experiments.kernels import baselines as contenders
-from experiments.kernels import latency_tables as figures
-from experiments.kernels import latency_tables as tables
-from experiments.kernels import measure, timing
-from experiments.kernels.baselines import Contender, contender
+from experiments.kernels import baselines, latency, measure, timing
+from experiments.kernels.baselines import Attention, attention_for
 from experiments.kernels.shapes import (
     GEOMETRIES,
     Geometry,
@@ -109,14 +106,14 @@ def test_a_nan_is_an_error_that_no_tolerance_takes():
     assert math.isnan(relative_error(target.at[0, 0, 0, 0].set(jnp.nan), target))
 
 
-# Contenders
+# Implementations
 
 
 @pytest.mark.parametrize("name", ["reference", "xla", "xla_contiguous", "jax_paged"])
-def test_a_contender_computes_attention_in_its_own_layout(name):
+def test_an_implementation_computes_attention_in_its_own_layout(name):
     shape = replace(SMALL, block_size=8, context=29)
     inputs = random_inputs(shape, 0)
-    chosen = contender(name, shape, interpret=True)
+    chosen = attention_for(name, shape, interpret=True)
     arguments = chosen.prepare(inputs, 3)
     for settings, attend in chosen.variants.items():
         out = jax.jit(attend)(*arguments)
@@ -125,26 +122,26 @@ def test_a_contender_computes_attention_in_its_own_layout(name):
 
 def test_a_prefill_is_measured_like_a_decode_and_refused_by_those_that_decode():
     shape = replace(SMALL, queries=9)
-    row = measure.measure("xla", shape, bandwidth=1e9, seconds=0)
+    row = measure.measure("xla", shape, copy_gb_per_s=1, seconds=0)
     assert (row.verdict, row.queries) == ("right", 9)
     with pytest.raises(Unsupported, match="xla_contiguous is here for decoding, not for 9"):
-        contender("xla_contiguous", shape)
+        attention_for("xla_contiguous", shape)
     with pytest.raises(ValueError, match="28 queries do not fit into 27 tokens"):
         replace(SMALL, queries=28)
 
 
 def test_the_contiguous_kernel_has_the_body_of_the_paged_one():
     shape = Shape(Geometry(4, 2, 64), batch=2, context=61, block_size=16, dtype="bfloat16")
-    row = measure.measure("contiguous", shape, bandwidth=1e9, seconds=0, interpret=True)
+    row = measure.measure("contiguous", shape, copy_gb_per_s=1, seconds=0, interpret=True)
     assert (row.verdict, row.block_size) == ("right", None)
 
 
 def lowered_for_cuda(name: str, shape: Shape) -> str:
-    """The text of a contender that needs cuDNN, as JAX would hand it to XLA for a GPU."""
+    """The text of an implementation that needs cuDNN, as JAX would hand it to XLA for a GPU."""
     from jax._src.cudnn import fused_attention_stablehlo as cudnn
 
     with mock.patch.object(cudnn, "check_cudnn_version", return_value=91000):
-        chosen = contender(name, shape)
+        chosen = attention_for(name, shape)
         inputs = jax.eval_shape(lambda: random_inputs(shape, 0))
         arguments = jax.eval_shape(lambda inputs: chosen.prepare(inputs, 0), inputs)
         (attend,) = chosen.variants.values()
@@ -172,21 +169,21 @@ def test_cudnn_over_contiguous_caches_lowers():
 @pytest.mark.skipif(jax.default_backend() == "gpu", reason="there may be a cuDNN")
 def test_cudnn_is_refused_with_the_reason_where_there_is_none():
     with pytest.raises(Unsupported, match="no cuDNN here: "):
-        contender("cudnn_paged", SMALL)
+        attention_for("cudnn_paged", SMALL)
 
 
 def test_jax_own_kernel_splits_by_what_divides_the_table():
-    chosen = contender("jax_paged", LLAMA)
+    chosen = attention_for("jax_paged", LLAMA)
     assert list(chosen.variants) == ["16 splits", "4 splits", "1 splits"]
-    assert list(contender("jax_paged", SMALL).variants) == ["4 splits", "1 splits"]
+    assert list(attention_for("jax_paged", SMALL).variants) == ["4 splits", "1 splits"]
     with pytest.raises(Unsupported, match="powers of two"):
-        contender("jax_paged", replace(SMALL, geometry=Geometry(4, 2, 80)))
+        attention_for("jax_paged", replace(SMALL, geometry=Geometry(4, 2, 80)))
 
 
 def test_a_name_that_nothing_has_is_refused():
     with pytest.raises(ValueError, match=r"unknown attention 'flash'; choose of reference, .*xla"):
-        contenders.check_name("flash")
-    contenders.check_name("my_folder.my_kernel")
+        baselines.check_name("flash")
+    baselines.check_name("my_folder.my_kernel")
 
 
 # Timing
@@ -291,10 +288,10 @@ def test_copy_bandwidth_counts_what_is_read_and_what_is_written(monkeypatch):
 # Rows
 
 
-def fixed_contender(monkeypatch, variants):
+def fixed_attention(monkeypatch, variants):
     """`measure` gets these variants over contiguous caches; the sets they were timed on."""
-    made = Contender(lambda inputs, seed: tuple(inputs), variants)
-    monkeypatch.setattr(measure, "contender", lambda *_, **__: made)
+    made = Attention(lambda inputs, seed: tuple(inputs), variants)
+    monkeypatch.setattr(measure, "attention_for", lambda *_, **__: made)
     timed = []
 
     def time_calls(attend, sets, *, seconds):
@@ -306,13 +303,13 @@ def fixed_contender(monkeypatch, variants):
 
 
 def attend(q, k, v, lens):
-    (variant,) = contender("xla_contiguous", SMALL).variants.values()
+    (variant,) = attention_for("xla_contiguous", SMALL).variants.values()
     return variant(q, k, v, lens)
 
 
 def test_the_fastest_variant_counts(monkeypatch):
-    timed = fixed_contender(monkeypatch, {"a": attend, "b": attend})
-    row = measure.measure("xla", SMALL, bandwidth=1e9)
+    timed = fixed_attention(monkeypatch, {"a": attend, "b": attend})
+    row = measure.measure("xla", SMALL, copy_gb_per_s=1)
     assert len(timed) == 2
     assert (row.settings, row.verdict, row.time_us) == ("a", "right", 1e3)
     assert row.gb_per_s == pytest.approx(SMALL.kv_bytes / 1e-3 / 1e9)
@@ -330,21 +327,21 @@ def test_the_fastest_variant_counts(monkeypatch):
     ids=["off by a hundredth", "NaN"],
 )
 def test_a_wrong_output_is_no_time(monkeypatch, wrong, verdict):
-    timed = fixed_contender(monkeypatch, {"a": attend, "b": wrong})
-    row = measure.measure("xla", SMALL, bandwidth=1e9)
+    timed = fixed_attention(monkeypatch, {"a": attend, "b": wrong})
+    row = measure.measure("xla", SMALL, copy_gb_per_s=1)
     assert row.verdict.startswith(verdict)
     assert (row.settings, row.time_us, timed) == ("b", None, [])
 
 
 def test_what_a_kernel_refuses_is_a_row_that_says_so():
-    row = measure.measure("triton", SMALL, bandwidth=1e9)
+    row = measure.measure("triton", SMALL, copy_gb_per_s=1)
     assert row.verdict.startswith("refused: ")
     assert "GPU" in row.verdict
 
 
 def test_a_shape_beyond_memory_is_refused_with_its_size(monkeypatch):
     monkeypatch.setattr(measure, "CPU_MEMORY_BYTES", 1 << 16)
-    row = measure.measure("xla", SMALL, bandwidth=1e9)
+    row = measure.measure("xla", SMALL, copy_gb_per_s=1)
     assert row.verdict.startswith("refused: keys and values of 0.0 GiB")
 
 
@@ -361,7 +358,7 @@ def test_ratios_are_to_the_baseline_on_the_same_inputs_by_the_same_clock():
 
 def test_tables_are_by_geometry_and_show_settings():
     rows = [row("jax_paged", 1.0, settings="4 splits"), row("xla", 1.0, geometry="opt-13b")]
-    (title, columns, cells), (other, _, _) = tables.tables(rows)
+    (title, columns, cells), (other, _, _) = measure.tables(rows)
     assert (title, other) == ("4/2/64, float32, decode, cpu", "opt-13b, float32, decode, cpu")
     assert cells[0][0] == "jax_paged (4 splits)"
     assert len(cells[0]) == len(columns)
@@ -369,9 +366,9 @@ def test_tables_are_by_geometry_and_show_settings():
 
 def test_the_figure_shows_the_papers_ratios(tmp_path):
     rows = measure.with_ratios([row("xla_contiguous", 10.0), row("xla", 12.0)], "xla_contiguous")
-    figures.plot(rows, "xla_contiguous", tmp_path / "figure.png")
-    assert (tmp_path / "figure.png").stat().st_size > 10_000
-    assert figures.PAPER_RATIO == (1.20, 1.26)
+    latency.plot(rows, latency.Config(baseline="xla_contiguous", out_dir=str(tmp_path)))
+    assert (tmp_path / "latency.png").stat().st_size > 10_000
+    assert latency.PAPER_RATIO == (1.20, 1.26)
 
 
 # The script
@@ -382,6 +379,7 @@ def run(*arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
 
 
+@pytest.mark.slow  # a whole experiment
 @pytest.mark.skipif(jax.default_backend() == "gpu", reason="defaults of a CPU")
 def test_a_short_run_leaves_results_table_and_plot(tmp_path):
     result = run(

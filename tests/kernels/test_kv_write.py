@@ -12,7 +12,7 @@ from pallas_kernels.lab import aot
 from pallas_kernels.lab.interpreter import Race, watch
 from pallas_kernels.registry import Unsupported
 from pallas_kernels.targets import TARGETS, compiling_for
-from tests.kernels.compiler import needs_compiler
+from tests.compiler import needs_compiler
 
 # [P, Hk, S, D]: a warp's worth of rows, and too few elements to occupy a warpgroup.
 SHAPES = [(6, 8, 16, 128), (7, 3, 4, 64), (5, 1, 1, 80)]

@@ -16,7 +16,7 @@ from pallas_kernels.lab.checks import (
 )
 from pallas_kernels.lab.interpreter import OutOfBounds, Race, watch
 from pallas_kernels.paged_attention import AttentionOptions
-from tests.kernels.compiler import needs_compiler
+from tests.compiler import needs_compiler
 from tests.kernels.toys.gather import gathered
 
 TOYS = "tests.kernels.toys"

@@ -24,7 +24,7 @@ from pallas_kernels.paged_attention.mosaic_gpu.contiguous import contiguous_atte
 from pallas_kernels.paged_attention.mosaic_gpu.tiles import Tiles, quotient
 from pallas_kernels.paged_attention.mosaic_gpu.tuning import Tuning
 from pallas_kernels.targets import TARGETS, compiling_for
-from tests.kernels.compiler import needs_compiler
+from tests.compiler import needs_compiler
 
 # Contexts of nothing, one token, exact multiples of blocks and tiles, the whole table, and others.
 DECODE = {"context_lens": [0, 1, 64, 77, 128], "block_size": 16, "max_blocks": 8}

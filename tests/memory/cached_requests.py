@@ -1,4 +1,4 @@
-"""Requests to a block manager, without a scheduler: admitted, computed, published, freed."""
+"""Requests to a block manager, without a scheduler: admitted, computed, committed, freed."""
 
 from collections.abc import Iterable
 
@@ -6,7 +6,7 @@ from paged_jax.memory.block_manager import BlockManager
 
 
 class Requests:
-    """Admits sequences by their tokens, and computes and publishes them."""
+    """Admits sequences by their tokens, and computes and commits them."""
 
     def __init__(self, num_blocks: int, block_size: int, **options: bool):
         self.manager = BlockManager(1 + num_blocks, block_size, **options)
@@ -22,7 +22,9 @@ class Requests:
 
     def compute(self, seq_id: int, num_tokens: int | None = None) -> None:
         tokens = self.tokens[seq_id]
-        self.manager.publish(seq_id, tokens, len(tokens) if num_tokens is None else num_tokens)
+        self.manager.commit_full_blocks(
+            seq_id, tokens, len(tokens) if num_tokens is None else num_tokens
+        )
         self.manager.check_invariants()
 
     def run(self, tokens: Iterable[int], **options) -> int:

@@ -1,7 +1,7 @@
 """A scheduler and a device in miniature, which know what every slot has to hold.
 
 The model drives a `BlockManager` as an engine does: it plans (admits, appends, forks, frees, pins),
-then runs the step (copies, writes, takes in the results, publishes). It keeps what the device's
+then runs the step (copies, writes, takes in the results, commits). It keeps what the device's
 slots hold: the salt and all tokens up to the slot's own. And it keeps which contents are to be
 found, without any notion of blocks, so that it can tell what `allocate` has to answer.
 """
@@ -31,7 +31,7 @@ class Sequence:
     num_prefill: int = 0  # slots asked for when it was admitted
     num_slots: int = 0  # asked for so far
     num_computed: int = 0
-    num_published: int = 0  # blocks
+    num_committed: int = 0  # blocks
     planned: int | None = None  # tokens computed once the next step is done
     leader: "Sequence | None" = None  # that writes the next step's tokens for this one as well
 
@@ -103,7 +103,7 @@ class Model:
         self.seen["hits"] += len(hits)
         self.fresh |= set(self.manager.block_table(seq.seq_id)[len(hits) :])
         seq.num_prefill = seq.num_slots = num_tokens
-        seq.num_computed, seq.num_published = found, len(hits)
+        seq.num_computed, seq.num_committed = found, len(hits)
         self.waiting.remove(seq)
         self.running.append(seq)
 
@@ -160,7 +160,7 @@ class Model:
         child = Sequence(next(self.ids), parent.salt, list(parent.tokens))
         child.leader = None if apart else leader
         child.num_prefill, child.num_slots = parent.num_prefill, parent.num_slots
-        child.num_computed, child.num_published = parent.num_computed, parent.num_published
+        child.num_computed, child.num_committed = parent.num_computed, parent.num_committed
         num_free = self.manager.num_free_blocks
         self.manager.fork(parent.seq_id, child.seq_id)
         assert self.manager.num_free_blocks == num_free
@@ -180,7 +180,7 @@ class Model:
         for ended in (seq, *self.followers(seq)):
             self.running.remove(ended)
             self.manager.free(ended.seq_id)
-            self.let_go(self.contents(ended, ended.num_published))
+            self.let_go(self.contents(ended, ended.num_committed))
             with pytest.raises(KeyError):
                 self.manager.free(ended.seq_id)
         self.copies = {t: s for t, s in self.copies.items() if self.num_holders(t)}
@@ -207,7 +207,7 @@ class Model:
     # The step
 
     def step(self, token: int, is_lost: bool = False) -> None:
-        """Copy, write, take in the results (unless they are lost on the way), publish."""
+        """Copy, write, take in the results (unless they are lost on the way), commit."""
         self.check_contents(self.copies)
         self.move_blocks()
         self.check_contents({})
@@ -226,7 +226,7 @@ class Model:
                     seq.tokens.append(token)
         for seq in self.running:
             seq.planned = seq.leader = None
-            self.publish(seq)
+            self.commit_full_blocks(seq)
         self.check_contents({})
 
     def move_blocks(self) -> None:
@@ -256,14 +256,14 @@ class Model:
             assert self.num_holders(block) == 1 + len(self.followers(seq)), "shared, yet written"
             self.device[block][position % self.block_size] = seq.content(position + 1)
 
-    def publish(self, seq: Sequence) -> None:
-        self.manager.publish(seq.seq_id, seq.tokens, seq.num_computed)
+    def commit_full_blocks(self, seq: Sequence) -> None:
+        self.manager.commit_full_blocks(seq.seq_id, seq.tokens, seq.num_computed)
         num_full = seq.num_computed // self.block_size
-        if num_full > seq.num_published:
-            contents = self.contents(seq, num_full)[seq.num_published :]
+        if num_full > seq.num_committed:
+            contents = self.contents(seq, num_full)[seq.num_committed :]
             self.seen["duplicates"] += len({*contents} & {*self.cached, *self.held()})
             self.cached = [content for content in self.cached if content not in contents]
-            seq.num_published = num_full
+            seq.num_committed = num_full
 
     # What is to be expected
 
@@ -287,8 +287,8 @@ class Model:
         return [seq.content((i + 1) * self.block_size) for i in range(num_blocks)]
 
     def held(self) -> set[Content]:
-        """Published contents of blocks that somebody holds."""
-        held = {c for seq in self.running for c in self.contents(seq, seq.num_published)}
+        """Committed contents of blocks that somebody holds."""
+        held = {c for seq in self.running for c in self.contents(seq, seq.num_committed)}
         for prefix, num_blocks in self.pins.items():
             held.update(self.contents(as_sequence(prefix), num_blocks))
         return held

@@ -25,7 +25,7 @@ class SwapModel(Model):
         self.host: dict[int, list[Content | None]] = {}  # host block -> contents of its slots
         self.swapped: list[list[Sequence]] = []  # groups
         self.labels: dict[int, list[Label]] = {}  # of those swapped out
-        self.num_full: dict[int, int] = {}  # blocks that a sequence has published once
+        self.num_full: dict[int, int] = {}  # blocks that a sequence has committed once
         self.ins: dict[int, Label] = {}  # device blocks whose contents are still to come
         self.outs: set[Label] = set()  # still to be read from the device
         self.new_labels = count()
@@ -71,9 +71,9 @@ class SwapModel(Model):
         self.outs |= new
         self.labels |= labels
         for seq in group:
-            self.num_full[seq.seq_id] = max(seq.num_published, self.num_full.get(seq.seq_id, 0))
+            self.num_full[seq.seq_id] = max(seq.num_committed, self.num_full.get(seq.seq_id, 0))
             self.running.remove(seq)
-            self.let_go(self.contents(seq, seq.num_published))
+            self.let_go(self.contents(seq, seq.num_committed))
             seq.planned = None
             with pytest.raises(KeyError):
                 manager.block_table(seq.seq_id)
@@ -118,7 +118,7 @@ class SwapModel(Model):
             table, seq_labels = manager.block_table(seq.seq_id), self.labels.pop(seq.seq_id)
             for label, block in zip(seq_labels, table, strict=True):
                 assert block_of.setdefault(label, block) == block, "what they shared they share"
-            seq.num_published = len(matched[seq.seq_id])
+            seq.num_committed = len(matched[seq.seq_id])
         for label in to_move:
             self.ins[block_of[label]] = label
             self.fresh.add(block_of[label])
@@ -148,7 +148,7 @@ class SwapModel(Model):
             return
         self.running.remove(seq)
         self.manager.free(seq.seq_id, discard=True)
-        contents = self.contents(seq, seq.num_published)
+        contents = self.contents(seq, seq.num_committed)
         held = self.held()
         worthless = next((content for content in contents if content not in held), None)
         if worthless is not None:

@@ -164,7 +164,7 @@ def test_what_is_needed_is_what_an_empty_pool_must_have(policy, block_size, max_
 def test_nothing_is_found_kept_or_pinned():
     manager = manager_of("orca_oracle", 64)
     allocate(manager, 0, 16, 1)
-    manager.publish(0, [7] * 16, 16)
+    manager.commit_full_blocks(0, [7] * 16, 16)
     manager.free(0)
     assert manager.num_cached_blocks == manager.num_pinned_blocks == 0
     assert allocate(manager, 1, 16, 1), "and nothing of it was found"

@@ -176,7 +176,7 @@ def test_without_prefix_caching_only_what_is_held_is_found():
         manager.pin(range(9))
 
 
-def test_publishing_what_cannot_be_computed_is_refused():
+def test_committing_what_cannot_be_computed_is_refused():
     requests = Requests(20, 4)
     seq_id, _ = requests.admit(range(9))
     with pytest.raises(ValueError, match="sequence 0: 12 tokens computed of 9"):
@@ -208,23 +208,23 @@ def fastest_ms(action: Callable[[], None], repetitions: int) -> float:
 
 
 def test_a_prompt_of_32k_tokens_costs_less_than_10_ms():
-    """To publish and to find; and hardly anything while it waits."""
+    """To commit and to find; and hardly anything while it waits."""
     prompt = [(i * 7919) % 100_003 for i in range(2**15 + 1)]
     manager = BlockManager(1 + 12 * 2048, 16)
     ids = itertools.count()
 
-    def publish():
+    def commit():
         seq_id = next(ids)
         assert manager.allocate(seq_id, prompt, salt=seq_id, max_num_tokens=2**16) == 0
-        manager.publish(seq_id, prompt, 2**15)
+        manager.commit_full_blocks(seq_id, prompt, 2**15)
 
     def find():
         seq_id = next(ids)
         assert manager.allocate(seq_id, prompt, salt=0, max_num_tokens=2**16) == 2**15
-        manager.publish(seq_id, prompt, 2**15)
+        manager.commit_full_blocks(seq_id, prompt, 2**15)
         manager.free(seq_id)
 
-    assert fastest_ms(publish, 5) < 10
+    assert fastest_ms(commit, 5) < 10
     assert fastest_ms(find, 5) < 10
     manager.allocate(next(ids), [1] * 16 * manager.num_free_blocks, max_num_tokens=0)
     waiting = next(ids)

@@ -74,7 +74,7 @@ def test_a_prefix_evicted_while_its_request_waits_is_computed_again():
     assert retry() == 4, "two of its blocks are gone"
 
 
-def test_a_request_that_waits_finds_what_was_published_meanwhile():
+def test_a_request_that_waits_finds_what_was_committed_meanwhile():
     requests = Requests(8, 4)
     first, _ = requests.admit(range(17))
     manager = requests.manager

@@ -50,7 +50,7 @@ def test_the_engine_sizes_its_pool_by_the_same_functions(tiny_model, monkeypatch
         num_kv_heads=config.num_kv_heads,
         block_size=16,
         head_dim=config.head_dim,
-        dtype="float32",
+        bytes_per_value=4,
     )
     room = 7 * per_block + 5
     monkeypatch.setattr("paged_jax.engine.pool_size.HOST_POOL_BYTES", room)

@@ -11,10 +11,10 @@ def tokens_of(seq_id: int, num_tokens: int) -> list[int]:
 
 
 def admit(manager: BlockManager, seq_id: int, num_tokens: int) -> list[int]:
-    """A sequence of its own tokens, all computed and published; returns its live table."""
+    """A sequence of its own tokens, all computed and committed; returns its live table."""
     tokens = tokens_of(seq_id, num_tokens)
     assert manager.allocate(seq_id, tokens, max_num_tokens=2 * num_tokens) == 0
-    manager.publish(seq_id, tokens, num_tokens)
+    manager.commit_full_blocks(seq_id, tokens, num_tokens)
     return manager.block_table(seq_id)
 
 
@@ -75,7 +75,7 @@ def test_what_is_found_under_another_salt_is_not_taken():
     tokens = tokens_of(0, 8)
     for seq_id, salt in ((0, "a"), (1, "b")):
         manager.allocate(seq_id, tokens, salt=salt, max_num_tokens=8)
-        manager.publish(seq_id, tokens, 8)
+        manager.commit_full_blocks(seq_id, tokens, 8)
     manager.swap_out([0])
     manager.take_swaps()
     manager.allocate(2, tokens_of(2, 24), max_num_tokens=24)
@@ -89,10 +89,10 @@ def test_blocks_that_are_still_to_be_written_are_not_taken_from_the_cache():
     manager = BlockManager(num_blocks=17, block_size=4, num_swap_blocks=4)
     tokens = tokens_of(0, 16)
     manager.allocate(0, tokens, max_num_tokens=16)
-    manager.publish(0, tokens, 8)
+    manager.commit_full_blocks(0, tokens, 8)
     manager.swap_out([0])
     manager.allocate(1, tokens, max_num_tokens=16)
-    manager.publish(1, tokens, 16)
+    manager.commit_full_blocks(1, tokens, 16)
     manager.take_swaps()
     assert manager.swap_in([0], {0: tokens})
     table, other = manager.block_table(0), manager.block_table(1)
@@ -210,7 +210,7 @@ def test_what_has_not_come_back_yet_is_not_moved_out_again():
 def test_what_has_not_gone_yet_goes_there_and_back():
     """The step that was to move it failed, and now it can go on."""
     manager = BlockManager(num_blocks=9, block_size=4, num_swap_blocks=2)
-    manager.allocate(0, tokens_of(0, 8), max_num_tokens=8)  # nothing is published
+    manager.allocate(0, tokens_of(0, 8), max_num_tokens=8)  # nothing is committed
     blocks = list(manager.block_table(0))
     manager.swap_out([0])
     assert restore(manager, 8, 0)
@@ -273,7 +273,7 @@ def test_what_is_discarded_is_not_found_nor_what_follows_it():
     tokens = tokens_of(0, 16)
     for seq_id, num_tokens in ((0, 16), (1, 8)):
         manager.allocate(seq_id, tokens[:num_tokens], max_num_tokens=16)
-        manager.publish(seq_id, tokens[:num_tokens], num_tokens)
+        manager.commit_full_blocks(seq_id, tokens[:num_tokens], num_tokens)
     manager.free(0)  # its last two blocks are cached, and follow those that the other holds
     assert manager.num_cached_blocks == 2
     manager.free(1, discard=True)
@@ -287,7 +287,7 @@ def test_what_others_hold_is_not_discarded():
     tokens = tokens_of(0, 12)
     for seq_id, num_tokens in ((0, 8), (1, 12)):
         manager.allocate(seq_id, tokens[:num_tokens], max_num_tokens=12)
-        manager.publish(seq_id, tokens[:num_tokens], num_tokens)
+        manager.commit_full_blocks(seq_id, tokens[:num_tokens], num_tokens)
     manager.free(1, discard=True)
     manager.free(0)
     assert manager.allocate(2, tokens, max_num_tokens=12) == 8

@@ -113,6 +113,7 @@ def test_the_n_best_of_more_beams_come_back(engine_with):
         assert_as_recorded(output, case | best)
 
 
+@pytest.mark.slow  # an engine of its own for a few searches
 def test_searches_without_the_prefix_cache_are_the_same(tiny_model):
     cases = read_cases("beams_tiny_lm.npz")[::5]
     limits = {"block_size": 4, "num_blocks": 50, "enable_prefix_caching": False}

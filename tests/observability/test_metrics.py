@@ -248,7 +248,7 @@ def test_a_first_token_that_means_nothing_is_none(fresh_engine, monkeypatch):
 def test_nothing_is_kept_of_a_request_that_ends_while_it_is_preempted(fresh_engine):
     engine = fresh_engine(num_blocks=3, enable_prefix_caching=False)
     ids = [engine.add_request(None, [n + 1] * 9, LONG) for n in range(3)]
-    while not engine.core.scheduler.num_preemptions:
+    while not engine.core.scheduler.counters.num_preemptions:
         engine.step()
     engine.step()
     assert engine.metrics_observer._gaps._last_s

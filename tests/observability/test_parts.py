@@ -5,10 +5,10 @@ from types import SimpleNamespace
 
 import pytest
 
-from paged_jax.observability.figures import Histogram, counters, flat, gauge, histogram, up_to
+from paged_jax.observability.chrome_trace import Lanes, TraceFile
+from paged_jax.observability.families import Histogram, counters, flat, gauge, histogram, up_to
 from paged_jax.observability.metrics import TokenGaps
 from paged_jax.observability.phases import RequestPhases
-from paged_jax.observability.trace_file import Lanes, TraceFile
 from paged_jax.scheduling.batch import PrefillChunk, ScheduledBatch
 from paged_jax.scheduling.request import SequenceStatus
 from tests.observability.trace_checks import read_trace, spans

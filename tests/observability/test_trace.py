@@ -8,8 +8,7 @@ import pytest
 
 from paged_jax import Engine, SamplingParams
 from paged_jax.observability.chrome_trace import ChromeTrace
-from paged_jax.observability.iteration_log import IterationLog
-from paged_jax.observability.observer import watch
+from paged_jax.observability.observer import IterationLog, watch
 from paged_jax.observability.profiler import iteration_mark, profile
 from tests.conftest import SMALL_LIMITS
 from tests.observability.trace_checks import read_trace, requests_in, spans
@@ -63,10 +62,13 @@ def test_the_timeline_shows_each_phase_of_each_request_without_a_gap(
 ):
     engine = engine_of(mode, pipelined=pipelined)
     scheduler = engine.core.scheduler
-    total, by_swap = -scheduler.num_preemptions, -scheduler.num_preemptions_by_swap
+    total, by_swap = (
+        -scheduler.counters.num_preemptions,
+        -scheduler.counters.num_preemptions_by_swap,
+    )
     events = traced(engine, tmp_path / "trace.json")
-    total += scheduler.num_preemptions
-    by_swap += scheduler.num_preemptions_by_swap
+    total += scheduler.counters.num_preemptions
+    by_swap += scheduler.counters.num_preemptions_by_swap
     assert total > 0
     assert (by_swap > 0) == (mode == "swap")
     requests = requests_in(events)

@@ -154,7 +154,7 @@ class Run:
             # is one of the oldest, unless it is lost.
             most = num_tokens + len(self.load.lost)
             if not self.load.is_first_come_first_served or self.num_losses:
-                most += self.scheduler.num_recomputed_tokens
+                most += self.scheduler.counters.num_recomputed_tokens
             assert iteration <= 31 + most, "some iteration did nothing"
         self.check_end()
         return self
@@ -164,9 +164,9 @@ class Run:
         assert memory.num_free_blocks + memory.num_pinned_blocks == memory.num_total_blocks
         assert memory.num_free_swap_blocks == memory.num_swap_blocks
         assert (scheduler.num_running, scheduler.num_waiting, scheduler.num_swapped) == (0, 0, 0)
-        assert scheduler.num_finished == len(self.sequences) + bool(self.load.num_pinned)
-        assert scheduler.num_preemptions == sum(r.num_preemptions for r in self.requests)
-        assert scheduler.num_timeouts == sum(
+        assert scheduler.counters.num_finished == len(self.sequences) + bool(self.load.num_pinned)
+        assert scheduler.counters.num_preemptions == sum(r.num_preemptions for r in self.requests)
+        assert scheduler.counters.num_timeouts == sum(
             any(seq.finish_reason == "timeout" for seq in r.sequences) for r in self.requests
         )
         log2 = memory.num_total_blocks.bit_length()

@@ -67,7 +67,7 @@ def test_random_requests_get_what_a_paged_scheduler_gives_them(policy):
                 if scheduler.has_work:
                     run_step(scheduler, executor)
         run_to_end(scheduler, executor)
-        assert scheduler.num_preemptions == 0
+        assert scheduler.counters.num_preemptions == 0
         num_copies += scheduler.memory.stats.copies
         paged = make_scheduler(num_blocks=1 + 600)
         wanted = [make_request(str(i), **options) for i, options in enumerate(requests)]
@@ -156,7 +156,7 @@ def test_what_lost_the_cache_reserves_as_much_again(policy, kind):
             if scheduler.has_work:
                 run_step(scheduler, executor)
         assert request.is_finished
-        assert scheduler.num_preemptions == 0
+        assert scheduler.counters.num_preemptions == 0
 
 
 def test_static_batching_over_reservations_is_fastertransformer():

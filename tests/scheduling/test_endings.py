@@ -50,6 +50,66 @@ def test_a_stop_at_the_last_token_counts_as_stop():
     assert end_of([5, EOS], max_tokens=2) == ([5, EOS], "stop", None)
 
 
+def test_a_stop_string_ends_a_sequence_whatever_else_its_token_does():
+    for first, second, params in (
+        (5, 6, {}),
+        (5, 6, {"max_tokens": 2}),
+        (5, EOS, {}),
+        (5, 6, {"stop_token_ids": [6]}),
+        (5, EOS, {"min_tokens": 9}),
+    ):
+        scheduler = make_scheduler()
+        stopped, other = make_request("a", 3, **params), make_request("b", 3, max_tokens=9)
+        scheduler.add(stopped)
+        scheduler.add(other)
+        scheduler.update(scheduler.schedule(), [first, 7])
+        (seq,) = stopped.sequences
+        assert scheduler.update(scheduler.schedule(), [second, 7], stops={seq.seq_id: "END"}) == [
+            seq
+        ]
+        assert seq.output_token_ids == [first, second]
+        assert (seq.finish_reason, seq.stop_reason) == ("stop", "END")
+        assert outputs(other) == [([7, 7], None)]
+
+
+def test_a_stop_string_may_end_a_sequence_with_its_first_token():
+    scheduler = make_scheduler(max_num_seqs=2)
+    request = make_request("a", 3, n=2, max_tokens=9)
+    scheduler.add(request)
+    stopped, other = request.sequences
+    assert scheduler.update(scheduler.schedule(), [5, 6], stops={stopped.seq_id: "END"}) == [
+        stopped
+    ]
+    assert outputs(request) == [([5], "stop"), ([6], None)]
+    assert scheduler.schedule().decodes == [other]
+
+
+def test_a_request_that_fails_before_the_update_gets_no_token():
+    scheduler = make_scheduler()
+    failed, other = make_request("a", 3), make_request("b", 3)
+    scheduler.add(failed)
+    scheduler.add(other)
+    scheduler.update(scheduler.schedule(), [5, 5])
+    batch = scheduler.schedule()
+    scheduler.fail("a", "its text could not be decoded")
+    assert scheduler.update(batch, [6, 6], stops={failed.sequences[0].seq_id: "END"}) == []
+    assert outputs(failed) == [([5], "error")]
+    assert outputs(other) == [([5, 6], None)]
+
+
+def test_a_sequence_tells_beforehand_how_a_token_would_end_it():
+    scheduler = make_scheduler()
+    request = make_request("a", 3, min_tokens=2, max_tokens=3, stop_token_ids=[6])
+    scheduler.add(request)
+    (seq,) = request.sequences
+    assert [seq.end_with(token) for token in (5, 6, EOS)] == [None, None, None]
+    scheduler.update(scheduler.schedule(), [5])
+    assert [seq.end_with(token) for token in (5, 6, EOS)] == [None, ("stop", 6), ("stop", None)]
+    scheduler.update(scheduler.schedule(), [5])
+    assert seq.end_with(5) == ("length", None)
+    assert seq.end_with(6) == ("stop", 6)
+
+
 def test_nothing_stops_before_min_tokens():
     assert end_of([EOS, 6, EOS, 5], min_tokens=3) == ([EOS, 6, EOS], "stop", None)
     assert end_of([6, 6, 5, 6], min_tokens=3, stop_token_ids=[6]) == ([6, 6, 5, 6], "stop", 6)
@@ -72,7 +132,7 @@ def test_blocks_are_free_in_the_step_that_ends_a_sequence():
     assert ended.request.request_id == "a"
     assert scheduler.memory.num_free_blocks == scheduler.memory.num_total_blocks
     assert not scheduler.has_work
-    assert scheduler.num_finished == 1
+    assert scheduler.counters.num_finished == 1
 
 
 def test_the_engine_may_finish_a_sequence_with_its_own_reason():
@@ -85,7 +145,7 @@ def test_the_engine_may_finish_a_sequence_with_its_own_reason():
     scheduler.finish(seq, "error")  # it has ended: nothing happens
     assert (seq.finish_reason, seq.stop_reason) == ("stop", "END")
     assert scheduler.memory.num_free_blocks == scheduler.memory.num_total_blocks
-    assert scheduler.num_finished == 1
+    assert scheduler.counters.num_finished == 1
 
 
 def test_a_waiting_request_can_be_aborted():
@@ -112,11 +172,11 @@ def test_a_preempted_request_can_be_aborted():
     executor = FakeExecutor(scheduler.memory, never_ends)
     for name in "ab":
         scheduler.add(make_request(name, 3, max_tokens=6))
-    while not scheduler.num_preemptions:
+    while not scheduler.counters.num_preemptions:
         run_step(scheduler, executor)
     assert names(scheduler.abort("b")) == ["b"]
     run_to_end(scheduler, executor)
-    assert scheduler.num_finished == 2
+    assert scheduler.counters.num_finished == 2
 
 
 def test_an_abort_ends_all_of_n_sequences_that_are_left():

@@ -88,7 +88,7 @@ def test_a_request_ends_at_its_deadline_in_any_state(state):
     sequences = list(victim.sequences)
     assert scheduler.expire(7.4) == []
     assert scheduler.expire(7.5) == sequences
-    assert scheduler.num_timeouts == 1
+    assert scheduler.counters.num_timeouts == 1
     check_end(scheduler, executor, victim, other, "timeout")
 
 
@@ -134,7 +134,7 @@ def test_failing_or_timing_out_what_has_ended_does_nothing():
     scheduler.add(make_request("a", 4, max_tokens=1, deadline_s=3.0))  # the same id again
     assert scheduler.expire(2.0) == []
     assert scheduler.fail("nobody", "a fault") == []
-    assert (request.error, scheduler.num_timeouts) == (None, 0)
+    assert (request.error, scheduler.counters.num_timeouts) == (None, 0)
     assert names(scheduler.expire(3.0)) == ["a"]
 
 
@@ -170,20 +170,20 @@ def test_a_full_queue_refuses_requests_until_one_is_admitted():
     message = "request 'c': 2 requests wait, and max_num_waiting is 2; send it again later"
     with pytest.raises(QueueFull, match=message):
         scheduler.add(make_request("c", 4, max_tokens=1))
-    assert scheduler.num_refused == 1
+    assert scheduler.counters.num_refused == 1
     run_step(scheduler, executor)
     scheduler.add(make_request("c", 4, max_tokens=1))
     with pytest.raises(QueueFull):
         scheduler.add(make_request("d", 4, max_tokens=1))
     run_to_end(scheduler, executor)
-    assert (scheduler.num_refused, scheduler.num_finished) == (2, 5)
+    assert (scheduler.counters.num_refused, scheduler.counters.num_finished) == (2, 5)
 
 
 def test_what_can_never_fit_counts_as_refused():
     scheduler = make_scheduler(max_model_len=16)
     with pytest.raises(ValueError, match="max_model_len 16"):
         scheduler.add(make_request("a", 16))
-    assert scheduler.num_refused == 1
+    assert scheduler.counters.num_refused == 1
 
 
 def test_a_step_that_failed_is_planned_again_with_its_swaps():
@@ -200,7 +200,7 @@ def test_a_step_that_failed_is_planned_again_with_its_swaps():
     assert (names(again.decodes), again.preempted) == (names(lost.decodes), [])
     assert again.swap_outs == lost.swap_outs
     scheduler.update(again, executor.run(again))
-    assert scheduler.num_swapped_out_blocks == 2
+    assert scheduler.counters.num_swapped_out_blocks == 2
     run_to_end(scheduler, executor)
 
 
@@ -223,12 +223,12 @@ def test_who_had_blocks_in_a_lost_cache_is_computed_again_and_the_swapped_are_no
     scheduler.recover(cache_lost=True)
     assert (scheduler.num_running, scheduler.num_swapped) == (0, num_swapped)
     assert scheduler.memory.num_pinned_blocks == 0
-    assert scheduler.num_preemptions == num_swapped
+    assert scheduler.counters.num_preemptions == num_swapped
     (chunk, *_) = chunks(run_step(scheduler, executor))
     assert chunk == ("a", 0, 10)
     batches = run_to_end(scheduler, executor)
     assert sum(len(batch.resumed) for batch in batches) >= num_swapped
-    assert scheduler.num_finished == 5
+    assert scheduler.counters.num_finished == 5
 
 
 def test_deadlines_of_requests_that_have_ended_do_not_pile_up():

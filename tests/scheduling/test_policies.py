@@ -180,7 +180,7 @@ def test_the_preempted_of_a_static_batch_join_the_next_one():
     requests = [make_request(name, 7, max_tokens=9) for name in "abcde"]
     for request in requests[:4]:
         scheduler.add(request)
-    while scheduler.num_preemptions < 2:
+    while scheduler.counters.num_preemptions < 2:
         run_step(scheduler, executor)
     scheduler.add(requests[4])
     assert scheduler.num_swapped == 2

@@ -56,16 +56,16 @@ def test_three_sequences_cross_a_border_with_two_free_blocks(mode, num_swap_bloc
     assert names(batch.preempted) == ["c"]
     assert names(batch.decodes) == ["a", "b"]
     (victim,) = requests[2].sequences
-    assert scheduler.num_preemptions == 1
-    assert scheduler.num_preemptions_by_swap == is_swapped
-    assert scheduler.num_recomputed_tokens == (0 if is_swapped else 8)
-    assert scheduler.num_swap_fallbacks == (mode == "swap" and not is_swapped)
+    assert scheduler.counters.num_preemptions == 1
+    assert scheduler.counters.num_preemptions_by_swap == is_swapped
+    assert scheduler.counters.num_recomputed_tokens == (0 if is_swapped else 8)
+    assert scheduler.counters.num_swap_fallbacks == (mode == "swap" and not is_swapped)
     assert victim.num_computed_tokens == (8 if is_swapped else 0)
     assert (scheduler.num_swapped, scheduler.num_waiting) == ((1, 0) if is_swapped else (0, 1))
-    assert len(batch.swap_outs) == scheduler.num_swapped_out_blocks == 2 * is_swapped
+    assert len(batch.swap_outs) == scheduler.counters.num_swapped_out_blocks == 2 * is_swapped
     batches = run_to_end(scheduler, executor)
     assert [seq for batch in batches for seq in batch.resumed] == [victim] * is_swapped
-    assert scheduler.num_swapped_in_blocks == 2 * is_swapped
+    assert scheduler.counters.num_swapped_in_blocks == 2 * is_swapped
     prefills = [chunk for batch in batches for chunk in chunks(batch)]
     assert prefills == ([] if is_swapped else [("c", 0, 9)])
     for i, request in enumerate(requests):
@@ -114,7 +114,7 @@ def test_beams_that_wait_behind_another_request_give_up_their_blocks_to_it():
     scheduler.add(search)
     run_step(scheduler, executor)
     scheduler.add(first)
-    while not scheduler.num_preemptions:
+    while not scheduler.counters.num_preemptions:
         run_step(scheduler, executor)
     scheduler.abort("first")
     run_step(scheduler, executor)
@@ -152,11 +152,11 @@ def test_all_samples_of_a_request_are_preempted_together_and_resumed_together():
     second = make_request("b", 6, seed=1, n=3, max_tokens=12, ignore_eos=True)
     scheduler.add(first)
     scheduler.add(second)
-    while not scheduler.num_preemptions:
+    while not scheduler.counters.num_preemptions:
         batch = run_step(scheduler, executor)
     assert set(batch.preempted) == set(second.sequences)
     assert all(seq.status is SequenceStatus.SWAPPED for seq in second.sequences)
-    assert second.num_preemptions == scheduler.num_preemptions == 1
+    assert second.num_preemptions == scheduler.counters.num_preemptions == 1
     # They share the prompt's full block, which moves once.
     num_blocks = {-(-seq.num_computed_tokens // 4) for seq in second.sequences}
     assert len(batch.swap_outs) == 1 + 3 * (num_blocks.pop() - 1)
@@ -177,12 +177,12 @@ def test_a_search_goes_on_from_where_it_was_swapped_out():
     search = make_request("b", 5, seed=1, **params)
     scheduler.add(first)
     scheduler.add(search)
-    while not scheduler.num_preemptions:
+    while not scheduler.counters.num_preemptions:
         run_step(scheduler, executor)
     assert [seq.status for seq in search.sequences] == [SequenceStatus.SWAPPED] * 2
     assert search.beam_search.num_tokens > 0
     run_to_end(scheduler, executor)
-    assert scheduler.num_recomputed_tokens == 0
+    assert scheduler.counters.num_recomputed_tokens == 0
     assert outputs(search) == alone(5, seed=1, **params)
 
 
@@ -203,7 +203,7 @@ def test_a_prompt_in_mid_prefill_goes_on_from_where_it_was_swapped_out():
     assert (names(batch.decodes), names(batch.preempted)) == (["a"], ["b"])
     starts = [chunk for batch in run_to_end(scheduler, executor) for chunk in chunks(batch)]
     assert starts[0] == ("b", 2, 2)
-    assert scheduler.num_recomputed_tokens == 0
+    assert scheduler.counters.num_recomputed_tokens == 0
 
 
 def test_what_has_computed_nothing_is_not_swapped():
@@ -218,11 +218,14 @@ def test_what_has_computed_nothing_is_not_swapped():
     scheduler.add(make_request("c", 3, max_tokens=2))
     run_step(scheduler, executor)
     assert scheduler.queues.prefilling[0].num_computed_tokens == 0, "cut away to save padding"
-    memory.append = lambda seq_id, num_tokens: scheduler.num_preemptions > 0
+    memory.append = lambda seq_id, num_tokens: scheduler.counters.num_preemptions > 0
     scheduler.queues.decoding[0].num_writable_slots = 0
     batch = scheduler.schedule()
     assert names(batch.preempted) == ["c"]
-    assert (scheduler.num_preemptions_by_swap, scheduler.num_swap_fallbacks) == (0, 0)
+    assert (scheduler.counters.num_preemptions_by_swap, scheduler.counters.num_swap_fallbacks) == (
+        0,
+        0,
+    )
 
 
 def test_samples_that_do_not_fit_side_by_side_run_one_after_the_other():
@@ -236,8 +239,8 @@ def test_samples_that_do_not_fit_side_by_side_run_one_after_the_other():
     scheduler.add(request)
     run_to_end(scheduler, executor)
     assert outputs(request) == alone(6, **params)
-    assert scheduler.num_preemptions > 0
-    assert scheduler.num_preemptions_by_swap == 0
+    assert scheduler.counters.num_preemptions > 0
+    assert scheduler.counters.num_preemptions_by_swap == 0
 
 
 def test_what_can_no_longer_come_back_as_it_was_is_recomputed():
@@ -261,7 +264,7 @@ def test_what_can_no_longer_come_back_as_it_was_is_recomputed():
     assert scheduler.pin(first.prompt_token_ids, None) == 24  # 6 of 13 blocks
     batch = run_step(scheduler, executor)
     assert [name for name, *_ in chunks(batch)] == ["b"]
-    assert (scheduler.num_swapped, scheduler.num_swap_fallbacks) == (0, 1)
+    assert (scheduler.num_swapped, scheduler.counters.num_swap_fallbacks) == (0, 1)
     assert scheduler.memory.num_free_swap_blocks == 20
     run_to_end(scheduler, executor)
     assert outputs(second) == alone(6, prompt_seed=2, **params)
@@ -334,9 +337,9 @@ def test_auto_chooses_what_is_estimated_to_be_faster(token_s, block_s, is_swappe
     if block_s is not None:
         batch.swap_outs, batch.prefills = [(1, 1)], []
         estimates.observe(batch, times(block_s, block_s))
-    while not scheduler.num_preemptions:
+    while not scheduler.counters.num_preemptions:
         run_step(scheduler, executor)
-    assert scheduler.num_preemptions_by_swap == is_swapped
+    assert scheduler.counters.num_preemptions_by_swap == is_swapped
     run_to_end(scheduler, executor)
 
 
@@ -348,8 +351,8 @@ def test_auto_without_a_host_pool_recomputes_and_calls_that_no_fallback():
         scheduler.add(make_request(name, 7))
     estimates.observe(run_step(scheduler, executor), times(9.0))
     run_to_end(scheduler, executor)
-    assert scheduler.num_preemptions > 0
-    assert scheduler.num_swap_fallbacks == 0
+    assert scheduler.counters.num_preemptions > 0
+    assert scheduler.counters.num_swap_fallbacks == 0
 
 
 def test_the_preemption_mode_is_one_of_three():

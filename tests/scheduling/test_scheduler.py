@@ -140,7 +140,7 @@ def test_a_preempted_sequence_prefills_its_prompt_and_output_together():
     first, second = (make_request(name, 3, max_tokens=6) for name in "ab")
     scheduler.add(first)
     scheduler.add(second)
-    while not scheduler.num_preemptions:
+    while not scheduler.counters.num_preemptions:
         run_step(scheduler, executor)
     victim = second.sequences[0]
     assert victim.status is SequenceStatus.WAITING
@@ -166,7 +166,7 @@ def test_a_sequence_in_mid_prefill_is_preempted_before_older_ones():
     batch = run_step(scheduler, executor)
     assert (names(batch.decodes), names(batch.preempted)) == (["a"], ["b"])
     assert batch.prefills == []
-    assert scheduler.num_recomputed_tokens == 2
+    assert scheduler.counters.num_recomputed_tokens == 2
     run_to_end(scheduler, executor)
 
 
@@ -177,7 +177,7 @@ def test_a_pool_of_the_exact_size_holds_a_sequence_to_its_end():
     scheduler.add(request)
     run_to_end(scheduler, FakeExecutor(scheduler.memory, never_ends))
     assert outputs(request) == [([6, 7, 1, 2], "length")]
-    assert scheduler.num_preemptions == 0
+    assert scheduler.counters.num_preemptions == 0
 
 
 class RecordingManager(BlockManager):

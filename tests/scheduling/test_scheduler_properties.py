@@ -32,13 +32,13 @@ def test_a_soak_of_random_loads_sees_preemptions_and_keeps_every_promise():
         ("num_swapped_in_blocks", 20),
         ("num_swap_fallbacks", 5),
     ):
-        assert sum(getattr(each, name) for each in schedulers) > least, name
+        assert sum(getattr(each.counters, name) for each in schedulers) > least, name
     searches = [request for request in requests if request.beam_search is not None]
     assert sum(request.num_preemptions > 0 for request in searches) > 10
     pinned = [run for run in runs if run.load.num_pinned]
     assert len(pinned) > 30
     assert any(len(run.requests) < len(run.load.requests) for run in pinned)
-    assert sum(run.scheduler.num_preemptions > 0 for run in pinned) > 5
+    assert sum(run.scheduler.counters.num_preemptions > 0 for run in pinned) > 5
     stats = [each.memory.stats for each in schedulers]
     for name in ("hit_tokens", "evictions", "forks", "copies"):
         assert sum(getattr(each, name) for each in stats) > 200, name
@@ -88,7 +88,7 @@ def test_a_long_overload_with_swaps_ends_with_every_output_complete():
             scheduler.estimates.observe(batch, seconds)
             scheduler.update(batch, sampled)
         scheduler.memory.check_invariants()
-        assert scheduler.num_preemptions > 50
-        assert (scheduler.num_preemptions_by_swap > 20) == (mode != "recompute")
+        assert scheduler.counters.num_preemptions > 50
+        assert (scheduler.counters.num_preemptions_by_swap > 20) == (mode != "recompute")
         for request in requests:
             assert {len(tokens) for tokens, _ in outputs(request)} == {request.params.max_tokens}

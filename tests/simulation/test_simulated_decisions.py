@@ -41,9 +41,13 @@ CASES: dict[str, dict[str, Any]] = {
     "orca_oracle": {"memory_policy": "orca_oracle"},
     "swap": {"preemption_mode": "swap", "swap_space_blocks": 16},
 }
+SLOW_CASES = ("whole_prompts", "orca_pow2", "orca_oracle")  # with shapes of their own to compile
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(
+    "case",
+    [pytest.param(case, marks=[pytest.mark.slow] if case in SLOW_CASES else []) for case in CASES],
+)
 def test_the_same_batches_and_the_same_slots_in_every_iteration(tiny_model, case):
     limits = SMALL_LIMITS | {"num_blocks": 12, "max_model_len": 128} | CASES[case]
     del limits["max_prefill_seqs"]

@@ -10,12 +10,10 @@ import pytest
 from paged_jax.engine.core import EngineCore
 from paged_jax.sampling_params import SamplingParams
 from paged_jax.scheduling.request import Request
-from paged_jax.simulation.branching import BeamCandidates
 from paged_jax.simulation.cost_model import CostModel, RooflineCost, StepWork
-from paged_jax.simulation.executor import SimulatedExecutor, VirtualClock
-from paged_jax.simulation.run import simulate
+from paged_jax.simulation.executor import BeamCandidates, SimulatedExecutor, VirtualClock
+from paged_jax.simulation.run import SystemConfig, simulate
 from paged_jax.simulation.setups import find_gpu, find_model_shape
-from paged_jax.simulation.system import SystemConfig
 from paged_jax.workloads import VocabRange, WorkloadRequest, arrive_poisson, build_workload
 
 SYSTEM = SystemConfig(num_slots=160, max_model_len=128, watermark=0.0)

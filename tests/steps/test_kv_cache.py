@@ -29,7 +29,7 @@ def test_create_gives_each_layer_its_own_arrays():
     assert [(leaf.shape, leaf.dtype) for leaf in leaves] == [((P, HK, S, D), jnp.bfloat16)] * 4
     assert len({leaf.unsafe_buffer_pointer() for leaf in leaves}) == 4, "donation needs that"
     assert sum(leaf.nbytes for leaf in leaves) == P * bytes_per_block(
-        num_layers=LAYERS, num_kv_heads=HK, block_size=S, head_dim=D, dtype="bfloat16"
+        num_layers=LAYERS, num_kv_heads=HK, block_size=S, head_dim=D, bytes_per_value=2
     )
 
 

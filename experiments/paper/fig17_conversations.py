@@ -147,6 +147,7 @@ class ChatRun:
     turns: list[AnsweredTurn]  # as they ended
     histories: list[list[int]]  # all tokens of each conversation, whatever was left out of prompts
     wall_s: float
+    evictions: int  # of blocks, from the prefix cache
 
 
 def chat(
@@ -177,7 +178,7 @@ def chat(
         request_id = engine.add_request(None, history[start:], params)
         asked[request_id] = conversation, turn, start
 
-    clock = engine.core.clock
+    clock, evictions = engine.core.clock, engine.sharing_stats.evictions
     begin = clock()
     for _, conversation in zip(range(num_users), upcoming, strict=False):
         ask(conversation, 0)
@@ -205,4 +206,5 @@ def chat(
                 ask(conversation, turn + 1)
             elif (following := next(upcoming, None)) is not None:
                 ask(following, 0)
-    return ChatRun(answered, histories, clock() - begin)
+    wall_s = clock() - begin
+    return ChatRun(answered, histories, wall_s, engine.sharing_stats.evictions - evictions)

@@ -1,4 +1,4 @@
-"""Figures under their names, whatever reads them: a scrape, a table, a test."""
+"""Prometheus' metric families as plain data, for a scrape, a table or a test to read."""
 
 from bisect import bisect_left
 from collections.abc import Iterable, Mapping, Sequence
@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from itertools import accumulate
 from typing import Literal
 
-# Seconds; vLLM's.
+# Bounds of histograms, as vLLM has them; in seconds where the name ends so.
 FIRST_TOKEN_S = (
     *(0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5),
     *(10.0, 20.0, 40.0, 80.0, 160.0, 640.0, 2560.0),
@@ -30,7 +30,7 @@ def up_to(limit: int) -> tuple[int, ...]:
 
 
 class Histogram:
-    """Counts of values by the smallest bucket that is no less; those beyond all count as well."""
+    """Counts values by the smallest bound that is no less, or else in a last bucket."""
 
     def __init__(self, bounds: Sequence[float]):
         self.bounds = tuple(bounds)
@@ -49,7 +49,7 @@ class Histogram:
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """A value and what tells it from the others of its family."""
+    """A value, and the labels that tell it from the other samples of its family."""
 
     name: str
     labels: Mapping[str, str]

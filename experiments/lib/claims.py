@@ -9,13 +9,14 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
+VERDICTS = ("reproduced", "differs", "not comparable")
 Results = dict[str, Any]
 Rows = list[dict[str, Any]]
 
 
 @dataclass(frozen=True)
 class Claim:
-    """One figure of the paper's and ours."""
+    """A figure of the paper beside ours."""
 
     what: str
     paper: str
@@ -40,7 +41,7 @@ def figure(value: float | None, unit: str = "") -> str:
 
 
 def chosen(rows: Rows, **wanted: object) -> Rows:
-    """Those that have these values; a text is matched by its beginning."""
+    """The rows that have these values; a text is matched by its beginning."""
 
     def matches(value: object, want: object) -> bool:
         if isinstance(want, str) and isinstance(value, str):
@@ -51,7 +52,7 @@ def chosen(rows: Rows, **wanted: object) -> Rows:
 
 
 def rising(values: Iterable[float | None]) -> bool:
-    """Whether each is there and above the one before."""
+    """Whether each value is there and above the one before."""
     found = list(values)
     known = [value for value in found if value is not None]
     return len(known) == len(found) and all(a < b for a, b in pairwise(known))
