@@ -1,7 +1,7 @@
-"""What the ops that move keys and values share: their options, and what may be refused.
+"""Shared by the ops that move keys and values: options, checks, choice of an implementation.
 
-Caches are ``[P, Hk, S, D]``: P blocks of S slots for each of Hk KV heads, D the head size. Block 0
-is the null block: what is padded goes there, nothing reads it.
+Caches are `[P, Hk, S, D]`: P blocks of S slots for each of Hk KV heads, D the head size. Block 0
+is the null block: padding goes there, and nothing reads it.
 """
 
 from dataclasses import dataclass
@@ -14,7 +14,7 @@ from pallas_kernels.registry import Registry, Unsupported
 from pallas_kernels.targets import Target
 
 NULL_BLOCK = 0
-# What "auto" stands for. No GPU has been measured yet, so it is not a kernel anywhere.
+# The implementation that "auto" stands for: no kernel, as no GPU has been measured yet.
 AUTO = "xla"
 
 
@@ -32,7 +32,7 @@ class MoveOptions:
 
 @dataclass(frozen=True)
 class MoveCall:
-    """All that is known of a call when it is traced: what an implementation may refuse."""
+    """A call, as it is known when it is traced; an implementation may refuse it."""
 
     num_moved: int  # tokens or blocks
     num_caches: int
@@ -43,14 +43,13 @@ class MoveCall:
 
     @classmethod
     def of(cls, caches: list[Array], indices: Array, options: MoveOptions) -> "MoveCall":
-        """Of caches that are alike, and ``i32[N]`` that say what is moved."""
-        first = caches[0]
-        target = targets.current()
-        return cls(len(indices), len(caches), first.shape, first.dtype, options, target)
+        """The call for caches that are alike; `indices`, `i32[N]`, say what is moved."""
+        shape, dtype = caches[0].shape, caches[0].dtype
+        return cls(len(indices), len(caches), shape, dtype, options, targets.current())
 
 
-def resolve(registry: Registry, impl: str, call: MoveCall) -> str:
-    """The implementation that does the call: ``impl``, or what "auto" stands for.
+def resolve_move(registry: Registry, impl: str, call: MoveCall) -> str:
+    """The implementation that does the call: `impl`, or what "auto" stands for.
 
     ValueError for an unknown name, `Unsupported` for one that refuses.
     """
@@ -62,7 +61,7 @@ def resolve(registry: Registry, impl: str, call: MoveCall) -> str:
 
 
 def check_caches(caches: list[Array]) -> None:
-    """Raise ValueError unless all are alike, with axes [P, Hk, S, D]."""
+    """Raise ValueError unless all caches are alike, with axes [P, Hk, S, D]."""
     if not caches:
         raise ValueError("no caches are given")
     for cache in caches:
@@ -75,7 +74,7 @@ def check_caches(caches: list[Array]) -> None:
 
 
 def check_indices(name: str, indices: Array) -> None:
-    """Raise ValueError unless they are ``i32[N]`` of at least one."""
+    """Raise ValueError unless the indices are `i32[N]`, one or more."""
     if indices.ndim != 1 or indices.dtype != jnp.int32 or not len(indices):
         raise ValueError(
             f"{name} must be int32[N] with N of at least 1, got {indices.dtype}{indices.shape}"

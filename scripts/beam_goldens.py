@@ -1,8 +1,8 @@
 """Beam searches of Hugging Face, for scripts/record_goldens.py.
 
-A file of them holds `cases`, a JSON list of prompt, parameters, and the sequences and scores that
-came out; `logprobs` of the models that are tables; and for a few of the trained tiny model's cases
-the log-probabilities that each step saw, of the tokens that can matter.
+A golden file holds `cases`, a JSON list of prompts, parameters, and the resulting sequences and
+scores; `logprobs`, where models are tables; and for a few cases of the trained tiny model the
+log-probabilities that each step saw, of the tokens that can matter.
 """
 
 import json
@@ -15,7 +15,7 @@ import transformers
 from transformers.modeling_outputs import CausalLMOutput
 
 SEED = 3
-# Added to log-probabilities: above what other ways of computing them differ by; to break ties.
+# Noise on log-probabilities: more than other ways of computing them differ by; to break ties.
 TEXT_NOISE, TABLE_NOISE, TRIALS = 1e-4, 1e-6, 3
 TABLES, TABLE_ROWS, TABLE_VOCAB, CASES_A_TABLE = 20, 41, 12, 15
 TABLE_STRIDE = 7  # tests/scheduling/test_beam_search.py walks the tables in the same way
@@ -23,8 +23,8 @@ PENALTIES = (1.0, 0.0, 2.0, -1.0)
 EARLY_STOPPING: tuple[bool | str, ...] = (False, True, "never")
 
 
-class Case(TypedDict):
-    """What a search is asked for. Without end tokens all sequences have `max_tokens`."""
+class BeamCase(TypedDict):
+    """The parameters of a search. Without end tokens all sequences have `max_tokens`."""
 
     prompt_ids: list[int]
     beam_width: int
@@ -34,7 +34,7 @@ class Case(TypedDict):
     max_tokens: int
 
 
-class Result(TypedDict):
+class BeamResult(TypedDict):
     sequences: list[list[int]]  # generated tokens, best first, end token included
     scores: list[float]
 
@@ -44,7 +44,7 @@ class TableConfig(transformers.PretrainedConfig):
 
 
 class TableModel(transformers.PreTrainedModel, transformers.GenerationMixin):
-    """Takes its logits from a table f32[R, V], at a row that all tokens so far decide."""
+    """Its logits are a row of a table f32[R, V]; all tokens so far decide which."""
 
     config_class = TableConfig
 
@@ -60,7 +60,7 @@ class TableModel(transformers.PreTrainedModel, transformers.GenerationMixin):
 
 
 def table_cases() -> dict[str, Any]:
-    """Arrays of a golden file; a case's `table` says which one it is of."""
+    """The arrays of a golden file; `table` is the number of a case's table."""
     rng = np.random.default_rng(SEED)
     recorded: list[dict[str, Any]] = []
     logprobs = []
@@ -70,7 +70,7 @@ def table_cases() -> dict[str, Any]:
         model = TableModel(torch.tensor(logits, dtype=torch.float32))
         logprobs.append(model.table.log_softmax(-1).numpy())
         for _ in range(CASES_A_TABLE):
-            case = Case(
+            case = BeamCase(
                 prompt_ids=rng.integers(3, TABLE_VOCAB, 2).tolist(),
                 beam_width=int(rng.integers(2, 9)),
                 length_penalty=float(rng.choice([*PENALTIES, 0.6])),
@@ -92,11 +92,11 @@ def text_cases(
     beam_widths: Sequence[int],
     end_token_ids: Sequence[list[int]],
     max_tokens: tuple[int, int],
-) -> Iterator[Case]:
+) -> Iterator[BeamCase]:
     """Each prompt with several parameters; penalties and modes take turns."""
     rng = np.random.default_rng(SEED)
     for number in range(len(prompts) * cases_a_prompt):
-        yield Case(
+        yield BeamCase(
             prompt_ids=prompts[number // cases_a_prompt],
             beam_width=int(rng.choice(beam_widths)),
             length_penalty=PENALTIES[number % len(PENALTIES)],
@@ -106,8 +106,8 @@ def text_cases(
         )
 
 
-def record(model: Any, cases: Iterator[Case], num_traced: int) -> dict[str, Any]:
-    """Arrays of a golden file."""
+def record(model: Any, cases: Iterator[BeamCase], num_traced: int) -> dict[str, Any]:
+    """The arrays of a golden file."""
     recorded: list[dict[str, Any]] = []
     traces: dict[str, np.ndarray] = {}
     for case in cases:
@@ -126,9 +126,8 @@ def record(model: Any, cases: Iterator[Case], num_traced: int) -> dict[str, Any]
     return {"cases": json.dumps(recorded)} | traces
 
 
-def is_stable(model: Any, case: Case, result: Result, noise: float) -> bool:
-    """Whether neither noise nor ties decide the case: no other way of computing, nor of sorting,
-    could be held to it."""
+def is_stable(model: Any, case: BeamCase, result: BeamResult, noise: float) -> bool:
+    """Whether neither noise nor ties decide the case, so that any way of computing must agree."""
     if len(set(result["scores"])) < len(result["scores"]):
         return False
     trials = [search(model, case, noise)[0] for _ in range(TRIALS)]
@@ -143,9 +142,9 @@ class Noise(transformers.LogitsProcessor):
         return scores + self.deviation * torch.randn_like(scores)
 
 
-def search(model: Any, case: Case, noise: float = 0.0) -> tuple[Result, np.ndarray]:
-    """(what comes out, the log-probabilities f32[steps, k, V] that its steps saw)."""
-    # Instead of the model's own, of which the options left out here would be taken.
+def search(model: Any, case: BeamCase, noise: float = 0.0) -> tuple[BeamResult, np.ndarray]:
+    """(the result, the log-probabilities f32[steps, k, V] that the steps saw)."""
+    # It replaces the model's own: values of that one would stand in for options left out here.
     model.generation_config = transformers.GenerationConfig(
         num_beams=case["beam_width"],
         num_return_sequences=case["beam_width"],
@@ -166,7 +165,7 @@ def search(model: Any, case: Case, noise: float = 0.0) -> tuple[Result, np.ndarr
     )
     generated = output.sequences[:, prompt.shape[1] :].tolist()
     lengths = (output.beam_indices >= 0).sum(-1).tolist()
-    result = Result(
+    result = BeamResult(
         sequences=[tokens[:length] for tokens, length in zip(generated, lengths, strict=True)],
         scores=output.sequences_scores.tolist(),
     )

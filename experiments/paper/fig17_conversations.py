@@ -10,7 +10,7 @@ import numpy as np
 from paged_jax.engine.engine import Engine
 from paged_jax.loading.tokenizer import Tokenizer
 from paged_jax.sampling_params import SamplingParams
-from paged_jax.workloads.json_list import JsonListReader
+from paged_jax.workloads.files import JsonListReader
 from paged_jax.workloads.sharegpt import OTHER_ROLES, PROMPT_ROLES, Exchange, read_turns
 
 _MARK = "ANSWER"  # stands for a reply while a template is looked at

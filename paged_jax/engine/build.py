@@ -12,7 +12,7 @@ from paged_jax.executor.buckets import prefill_buckets
 from paged_jax.executor.jax_executor import JaxExecutor
 from paged_jax.executor.prefill_arrays import PrefillShape
 from paged_jax.loading import LoadedModel
-from paged_jax.loading.arrays import weight_dtype
+from paged_jax.loading.weights import weight_dtype
 from paged_jax.memory.policies import PAGED, make_memory
 from paged_jax.models.config import ModelConfig
 from paged_jax.models.params import Params, nest
@@ -71,7 +71,7 @@ def choose_attention(config: ModelConfig, engine: EngineConfig) -> AttentionChoi
 
     cache = (NUM_BLOCKS, config.num_kv_heads, engine.block_size, width)
     tokens = moves.MoveCall(num_tokens, 2, cache, dtype, moves.MoveOptions(interpret), target)
-    write = moves.resolve(kv_write.IMPLEMENTATIONS, engine.kv_write, tokens)
+    write = moves.resolve_move(kv_write.IMPLEMENTATIONS, engine.kv_write, tokens)
     attention = PagedAttention(
         options.scale, config.sliding_window, decode, prefill, write, interpret
     )

@@ -30,7 +30,7 @@ from paged_jax.engine.prompts import (
 from paged_jax.engine.records import OnOutput, RequestRecord
 from paged_jax.executor.compilation import WarmUp, use_persistent_cache
 from paged_jax.loading import LoadedModel, load_config, load_model
-from paged_jax.loading.arrays import weight_dtype
+from paged_jax.loading.weights import weight_dtype
 from paged_jax.memory.policies import PAGED
 from paged_jax.memory.usage import SharingStats
 from paged_jax.observability.metrics import Metrics

@@ -1,4 +1,4 @@
-"""A tokenizer whose tokens are the 256 bytes: for models small enough to train in a minute."""
+"""GPT-2's alphabet for bytes; a tokenizer of the 256 bytes, for models that train in a minute."""
 
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
@@ -13,10 +13,7 @@ def _characters() -> list[str]:
     return [chr(byte if byte in _PRINTABLE else next(others)) for byte in range(256)]
 
 
-BYTE_TO_CHARACTER = tuple(_characters())
-CHARACTER_TO_BYTE = {character: byte for byte, character in enumerate(BYTE_TO_CHARACTER)}
-
-
+CHARACTER_TO_BYTE = {character: byte for byte, character in enumerate(_characters())}
 BOS, EOS, PAD = "<|bos|>", "<|eos|>", "<|pad|>"  # ids 256, 257, 258
 
 _CHAT_TEMPLATE = (
@@ -27,8 +24,7 @@ _CHAT_TEMPLATE = (
 
 def build_byte_tokenizer() -> transformers_tokenizer.Tokenizer:
     """Id b is byte b; bos, eos and pad follow. `save_pretrained` writes it for AutoTokenizer."""
-    vocab = {character: byte for byte, character in enumerate(BYTE_TO_CHARACTER)}
-    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[]))
+    tokenizer = Tokenizer(models.BPE(vocab=dict(CHARACTER_TO_BYTE), merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.add_special_tokens([AddedToken(token, normalized=False) for token in (BOS, EOS, PAD)])

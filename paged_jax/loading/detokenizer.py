@@ -1,4 +1,4 @@
-"""Text from tokens as they come, at a constant cost per token."""
+"""Text from tokens as they come, at a constant cost per token: bytes of tokens, then UTF-8."""
 
 import codecs
 import json
@@ -34,14 +34,14 @@ class Spelling:
 
 
 class TokenBytes(dict[int, bytes]):
-    """Token id -> bytes, each looked up once; nothing for ids that no token has."""
+    """Token id -> its bytes, looked up once; an id without a token has none."""
 
     def __init__(self, tokenizer: Tokenizer, skip_special_tokens: bool) -> None:
         """Raises ValueError if the tokenizer's texts are no concatenation of its tokens' bytes."""
         super().__init__()
         backend = tokenizer.backend_tokenizer
         decoder = backend.decoder
-        # The serialised form is the only one that shows what a sequence of decoders consists of.
+        # Only the serialised form shows the members of a sequence of decoders.
         self.spelling = _spelling(None if decoder is None else json.loads(decoder.__getstate__()))
         self._id_to_token = backend.id_to_token
         if skip_special_tokens:
@@ -62,7 +62,7 @@ def token_bytes(tokenizer: Tokenizer, skip_special_tokens: bool) -> TokenBytes:
 
 
 def _spelling(decoder: dict[str, Any] | None) -> Spelling:
-    """From the serialised decoder of a `tokenizers.Tokenizer`."""
+    """The spelling that a serialised decoder of a `tokenizers.Tokenizer` describes."""
     steps = [] if decoder is None else decoder.get("decoders", [decoder])
     match steps:
         case [{"type": "ByteLevel"}]:
@@ -100,7 +100,7 @@ class IncrementalDetokenizer:
     An unfinished UTF-8 character is held back until it is whole, or until `flush`. For byte-level
     tokenizers the pieces together always equal `tokenizer.decode(all ids)`. SentencePiece decodes
     a run of byte tokens as a whole: if a run turns bad after a good character, `decode` replaces
-    that one too, while here it has been handed out.
+    that character too, while here it has been handed out.
 
     Raises ValueError for a tokenizer of another kind.
     """
@@ -119,7 +119,7 @@ class IncrementalDetokenizer:
         return self._stripped(text) if self._num_to_strip else text
 
     def flush(self) -> str:
-        """What is still held back, with replacement characters; for the end of the sequence."""
+        """The text still held back, with replacement characters; for the end of the sequence."""
         return self._stripped(self._utf8.decode(b"", final=True))
 
     def _stripped(self, text: str) -> str:

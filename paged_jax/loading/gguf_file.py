@@ -15,7 +15,7 @@ from typing import Any
 import gguf
 import numpy as np
 
-from paged_jax.loading.arrays import FloatArray
+from paged_jax.loading.weights import FloatArray
 
 _VERSIONS = (2, 3)
 _STRING, _ARRAY = gguf.GGUFValueType.STRING, gguf.GGUFValueType.ARRAY

@@ -10,18 +10,35 @@ from typing import Any
 
 import numpy as np
 
-from paged_jax.loading.arrays import FloatArray
 from paged_jax.loading.gguf_file import GgufFile
-from paged_jax.loading.naming import GGUF
+from paged_jax.loading.weights import FloatArray, Naming
 from paged_jax.models.config import ModelConfig, RopeKind, RopeScaling
+
+GGUF = Naming(
+    layer="blk.{i}.",
+    modules={
+        "embed": ("token_embd",),
+        "attention_norm": ("attn_norm",),
+        "attention.qkv": ("attn_q", "attn_k", "attn_v"),
+        "attention.out": ("attn_output",),
+        "mlp_norm": ("ffn_norm",),
+        "mlp.gate_up": ("ffn_gate", "ffn_up"),
+        "mlp.down": ("ffn_down",),
+        "final_norm": ("output_norm",),
+        "lm_head": ("output",),
+    },
+)
 
 _ARCHITECTURES = ("llama", "qwen2")
 _ROPE_FACTORS = "rope_freqs.weight"  # Llama 3.1's scaling, one divisor per frequency
 
 
 def read_gguf_config(file: GgufFile) -> ModelConfig:
-    """The model's config. Raises ValueError for another architecture, mixtures of experts, and
-    metadata that is missing or does not fit."""
+    """The config of the model in a file.
+
+    Raises ValueError for another architecture, mixtures of experts, and metadata that is missing
+    or does not fit.
+    """
     metadata = file.metadata
     arch = metadata.get("general.architecture")
     if arch not in _ARCHITECTURES:
@@ -104,7 +121,7 @@ def halves_from_pairs(tensor: FloatArray, num_heads: int) -> FloatArray:
 
 
 def _end_tokens(metadata: Mapping[str, Any]) -> tuple[int, ...]:
-    """End of text, of turn and of message, each once."""
+    """The tokens that end a text, a turn or a message, each once."""
     keys = [f"tokenizer.ggml.{kind}_token_id" for kind in ("eos", "eot", "eom")]
     return tuple(dict.fromkeys(metadata[key] for key in keys if key in metadata))
 

@@ -4,7 +4,7 @@
 before merging) or "llama" (SentencePiece BPE).
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import gguf
@@ -28,8 +28,8 @@ _SYMBOLS_SPACES = r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 _LLAMA3 = rf"{_CONTRACTION_WORD}|\p{{N}}{{1,3}}|{_SYMBOLS_SPACES}"
 _QWEN2 = rf"{_CONTRACTION_WORD}|\p{{N}}|{_SYMBOLS_SPACES}"
 
-# tokenizer.ggml.pre -> regular expressions; each splits the pieces the one before it left.
-# From llama.cpp's llama-vocab.cpp, which has them from the models' own tokenizer.json.
+# tokenizer.ggml.pre -> regular expressions, each of which splits the pieces that the one before it
+# left. llama.cpp's llama-vocab.cpp has them, and takes them from the models' own tokenizer.json.
 _SPLITS: dict[str, tuple[str, ...]] = {
     "default": (r"[\p{P}\$\+<=>\^~\|]+", _GPT2, r"\p{N}+", "[0-9][0-9][0-9]"),
     "gpt-2": (_GPT2,),
@@ -44,7 +44,7 @@ _SPLITS: dict[str, tuple[str, ...]] = {
 _LLAMA3_NAMES = ("llama3", "llama-v3", "llama-bpe")  # whole words before merges; bos by default
 _NFC_NAMES = ("qwen2",)  # llama.cpp leaves out the normalisation of Qwen2's tokenizer.json
 
-_SPACE = "▁"  # SentencePiece's
+_SPACE = "▁"  # stands for a space in SentencePiece's tokens
 
 
 def read_gguf_tokenizer(file: GgufFile) -> transformers_tokenizer.Tokenizer:
@@ -52,25 +52,20 @@ def read_gguf_tokenizer(file: GgufFile) -> transformers_tokenizer.Tokenizer:
 
     Raises ValueError if the metadata is incomplete or of a kind not listed above.
     """
-    metadata = file.metadata
-    model = metadata.get("tokenizer.ggml.model")
-    builders = {"gpt2": _byte_level, "llama": _sentencepiece}
-    if model not in builders:
-        raise ValueError(
-            f"{file.path}: tokenizer.ggml.model {model!r} is not supported; supported: "
-            f"{', '.join(builders)}"
-        )
     try:
-        return _read(metadata, builders[model])
+        return _from_metadata(file.metadata)
     except ValueError as error:
         raise ValueError(f"{file.path}: {error}") from error
 
 
-_Builder = Callable[[Mapping[str, Any]], tuple[Tokenizer, bool]]
-
-
-def _read(metadata: Mapping[str, Any], build: _Builder) -> transformers_tokenizer.Tokenizer:
-    needed = ["tokens", "token_type", "merges" if build is _byte_level else "scores"]
+def _from_metadata(metadata: Mapping[str, Any]) -> transformers_tokenizer.Tokenizer:
+    model = metadata.get("tokenizer.ggml.model")
+    builders = {"gpt2": _byte_level, "llama": _sentencepiece}
+    if model not in builders:
+        raise ValueError(
+            f"tokenizer.ggml.model {model!r} is not supported; supported: {', '.join(builders)}"
+        )
+    needed = ["tokens", "token_type", "merges" if model == "gpt2" else "scores"]
     missing = [name for name in needed if f"tokenizer.ggml.{name}" not in metadata]
     if missing:
         raise ValueError(f"tokenizer.ggml metadata lacks {', '.join(missing)}")
@@ -78,7 +73,7 @@ def _read(metadata: Mapping[str, Any], build: _Builder) -> transformers_tokenize
     if len(tokens) != len(types):
         raise ValueError(f"tokenizer.ggml has {len(tokens)} tokens, but {len(types)} token types")
     special = _special_tokens(metadata)
-    tokenizer, adds_bos = build(metadata)
+    tokenizer, adds_bos = builders[model](metadata)
     _add_tokens(tokenizer, tokens, types)
     ends = {
         "bos": metadata.get("tokenizer.ggml.add_bos_token", adds_bos),
@@ -91,14 +86,12 @@ def _read(metadata: Mapping[str, Any], build: _Builder) -> transformers_tokenize
         tokenizer, *[special[f"{role}_token"] if ends[role] else None for role in ("bos", "eos")]
     )
     return transformers_tokenizer.wrap(
-        tokenizer,
-        chat_template=metadata.get("tokenizer.chat_template"),
-        **special,
+        tokenizer, chat_template=metadata.get("tokenizer.chat_template"), **special
     )
 
 
 def _special_tokens(metadata: Mapping[str, Any]) -> dict[str, str]:
-    """transformers' names -> tokens, of those that the metadata has."""
+    """transformers' name -> token, for each special token in the metadata."""
     tokens = metadata["tokenizer.ggml.tokens"]
     special = {}
     for role, name in (("bos", "bos"), ("eos", "eos"), ("unk", "unknown"), ("pad", "padding")):
@@ -181,19 +174,14 @@ def _merges_from_scores(
 
 
 def _add_tokens(tokenizer: Tokenizer, tokens: list[str], types: list[int]) -> None:
-    """Tokens matched whole in a text; only control tokens are left out of decoded text."""
-    control = (gguf.TokenType.CONTROL, gguf.TokenType.UNKNOWN)
-    typed = list(zip(tokens, types, strict=True))
-    tokenizer.add_special_tokens(
-        [AddedToken(token, normalized=False) for token, kind in typed if kind in control]
-    )
-    tokenizer.add_tokens(
-        [
-            AddedToken(token, normalized=False)
-            for token, kind in typed
-            if kind == gguf.TokenType.USER_DEFINED
-        ]
-    )
+    """Add the tokens that are matched whole in a text; decoding leaves out control tokens."""
+
+    def added(*kinds: int) -> list[AddedToken]:
+        typed = zip(tokens, types, strict=True)
+        return [AddedToken(token, normalized=False) for token, kind in typed if kind in kinds]
+
+    tokenizer.add_special_tokens(added(gguf.TokenType.CONTROL, gguf.TokenType.UNKNOWN))
+    tokenizer.add_tokens(added(gguf.TokenType.USER_DEFINED))
 
 
 def _wrap_in_special_tokens(tokenizer: Tokenizer, bos: str | None, eos: str | None) -> None:

@@ -9,36 +9,23 @@ import numpy as np
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
-from paged_jax.loading.arrays import FloatArray, weight_dtype
-from paged_jax.loading.naming import HUGGING_FACE, file_parts
+from paged_jax.loading.weights import FloatArray, Naming, file_parts, weight_dtype
 from paged_jax.models.config import ModelConfig, token_ids
 
-
-def write_hf_weights(
-    directory: Path, config: ModelConfig, weights: Mapping[str, FloatArray], dtype: str
-) -> None:
-    """Write canonical parameters to `directory/model.safetensors`: apart, [out, in], in `dtype`."""
-    target = weight_dtype(dtype)
-    tensors = {
-        name: np.ascontiguousarray(tensor, target)
-        for name, tensor in to_hf_tensors(config, weights).items()
-    }
-    save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
-
-
-def to_hf_tensors(config: ModelConfig, weights: Mapping[str, FloatArray]) -> dict[str, FloatArray]:
-    """Hugging Face name -> tensor, for all parameters of `expected_shapes(config)`."""
-    tensors: dict[str, FloatArray] = {}
-    for canonical, parts in file_parts(config, HUGGING_FACE).items():
-        parameter = weights[canonical]
-        rows = parameter.T if canonical.endswith(".kernel") else parameter
-        start = 0
-        for part in parts:
-            end = start + part.shape[0]
-            tensors[part.name] = rows[start:end]
-            start = end
-    return tensors
-
+HUGGING_FACE = Naming(
+    layer="model.layers.{i}.",
+    modules={
+        "embed": ("model.embed_tokens",),
+        "attention_norm": ("input_layernorm",),
+        "attention.qkv": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
+        "attention.out": ("self_attn.o_proj",),
+        "mlp_norm": ("post_attention_layernorm",),
+        "mlp.gate_up": ("mlp.gate_proj", "mlp.up_proj"),
+        "mlp.down": ("mlp.down_proj",),
+        "final_norm": ("model.norm",),
+        "lm_head": ("lm_head",),
+    },
+)
 
 _INDEX = "model.safetensors.index.json"
 _SINGLE = "model.safetensors"
@@ -46,8 +33,11 @@ _DTYPES = ("F64", "F32", "F16", "BF16")
 
 
 def read_hf_config(directory: Path) -> ModelConfig:
-    """The model's config; a generation_config.json has the last word on the end tokens, as in
-    transformers. Raises ValueError if there is no config.json or it cannot be used."""
+    """The config of the model in a directory.
+
+    A generation_config.json has the last word on the end tokens, as in transformers. Raises
+    ValueError if there is no config.json or it cannot be used.
+    """
     path = directory / "config.json"
     if not path.is_file():
         raise ValueError(f"{directory} has no config.json: not a Hugging Face model directory")
@@ -64,8 +54,10 @@ def read_hf_config(directory: Path) -> ModelConfig:
 
 
 class HfTensors:
-    """The tensors of a directory (a `TensorSource`). Raises ValueError if files are missing,
-    damaged or hold something else than floats."""
+    """The tensors of a directory (a `TensorSource`).
+
+    Raises ValueError if files are missing, damaged or hold something else than floats.
+    """
 
     naming = HUGGING_FACE
 
@@ -73,7 +65,10 @@ class HfTensors:
         self.where = str(directory)
         self._home: dict[str, Any] = {}  # tensor -> its open file
         for path in _weight_files(directory):
-            file = _open(path)
+            try:
+                file = safe_open(path, framework="numpy")
+            except (SafetensorError, OSError) as error:
+                raise ValueError(f"{path}: not a readable safetensors file ({error})") from error
             self._home.update(dict.fromkeys(file.keys(), file))
         self.shapes: Mapping[str, tuple[int, ...]] = {
             name: tuple(file.get_slice(name).get_shape())
@@ -107,6 +102,32 @@ class HfTensors:
         self.shapes = {name: shape for name, shape in self.shapes.items() if name != head}
 
 
+def write_hf_weights(
+    directory: Path, config: ModelConfig, weights: Mapping[str, FloatArray], dtype: str
+) -> None:
+    """Write canonical parameters to `directory/model.safetensors`, not fused, in `dtype`."""
+    target = weight_dtype(dtype)
+    tensors = {
+        name: np.ascontiguousarray(tensor, target)
+        for name, tensor in to_hf_tensors(config, weights).items()
+    }
+    save_file(tensors, directory / _SINGLE, metadata={"format": "pt"})
+
+
+def to_hf_tensors(config: ModelConfig, weights: Mapping[str, FloatArray]) -> dict[str, FloatArray]:
+    """Hugging Face name -> tensor, for all parameters of `expected_shapes(config)`."""
+    tensors: dict[str, FloatArray] = {}
+    for canonical, parts in file_parts(config, HUGGING_FACE).items():
+        parameter = weights[canonical]
+        rows = parameter.T if canonical.endswith(".kernel") else parameter
+        start = 0
+        for part in parts:
+            end = start + part.shape[0]
+            tensors[part.name] = rows[start:end]
+            start = end
+    return tensors
+
+
 def _weight_files(directory: Path) -> list[Path]:
     index = directory / _INDEX
     if index.is_file():
@@ -124,13 +145,6 @@ def _weight_files(directory: Path) -> list[Path]:
             "converted to safetensors first"
         )
     return [directory / _SINGLE]
-
-
-def _open(path: Path) -> Any:
-    try:
-        return safe_open(path, framework="numpy")
-    except (SafetensorError, OSError) as error:
-        raise ValueError(f"{path}: not a readable safetensors file ({error})") from error
 
 
 def _read_json(path: Path) -> dict[str, Any]:

@@ -4,13 +4,12 @@ import importlib.util
 from dataclasses import dataclass
 from pathlib import Path
 
-from paged_jax.loading.arrays import FloatArray
 from paged_jax.loading.gguf_file import GgufFile
 from paged_jax.loading.gguf_model import GgufTensors, read_gguf_config
 from paged_jax.loading.gguf_tokenizer import read_gguf_tokenizer
 from paged_jax.loading.hf_directory import HfTensors, read_hf_config
 from paged_jax.loading.tokenizer import Tokenizer, read_hf_tokenizer
-from paged_jax.loading.weights import assemble
+from paged_jax.loading.weights import FloatArray, assemble
 from paged_jax.models.config import ModelConfig
 
 # Names of models that come as Python packages: name -> (distribution, package).

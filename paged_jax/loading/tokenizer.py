@@ -1,4 +1,4 @@
-"""What is asked of transformers: fast tokenizers, from a directory or around a `tokenizers` one."""
+"""Fast tokenizers of transformers: read from a directory, or wrapped around a `tokenizers` one."""
 
 import os
 from pathlib import Path
@@ -14,8 +14,9 @@ _FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
 
 
 def read_hf_tokenizer(directory: Path) -> Tokenizer:
-    """The directory's own tokenizer; nothing is fetched. Raises ValueError if there is none that
-    transformers can load as a fast tokenizer.
+    """The directory's own tokenizer; nothing is fetched.
+
+    Raises ValueError if there is none that transformers can load as a fast tokenizer.
 
     A tokenizer.json is taken as it stands. `AutoTokenizer` of transformers 5 would rebuild it for
     some classes: for SmolLM2's it forgets that numbers are split into digits.

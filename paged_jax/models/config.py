@@ -1,7 +1,7 @@
-"""What a Llama-family decoder looks like: sizes, rotary embedding, special tokens.
+"""The config of a Llama-family decoder: sizes, rotary embedding, special tokens.
 
 `ModelConfig.from_hf` reads a Hugging Face `config.json` (already parsed), written by transformers
-4 or 5. The weights it calls for are listed by `paged_jax.models.params.expected_shapes`.
+4 or 5. `paged_jax.models.params.expected_shapes` lists the weights of a config.
 """
 
 import math
@@ -151,7 +151,7 @@ class ModelConfig:
 
     @classmethod
     def from_hf(cls, hf: Mapping[str, Any], name: str = "") -> "ModelConfig":
-        """The config a parsed `config.json` describes.
+        """The config that a parsed `config.json` describes.
 
         Raises ValueError for another architecture, a missing size, or a feature that the model
         here does not compute (another activation, partial rotary, windows in some layers only).
@@ -269,8 +269,10 @@ def _rope_scaling(hf: Mapping[str, Any]) -> RopeScaling | None:
 
 
 def _sliding_window(hf: Mapping[str, Any], arch: str) -> int | None:
-    """The window all layers share (tokens), or None. Mistral's is on when given, Qwen2's has a
-    switch and a first layer."""
+    """The window that all layers share, in tokens; None: no window.
+
+    Mistral's is on when given, Qwen2's has a switch and a first layer.
+    """
     window: int | None = hf.get("sliding_window", 4096)
     if arch == "llama" or window is None or (arch == "qwen2" and not hf.get("use_sliding_window")):
         return None

@@ -1,11 +1,11 @@
 """A Llama-family decoder that knows nothing of caches.
 
 The model maps token ids to hidden states and leaves attention to its caller: every layer hands its
-query, key and value heads and a state of its own to ``attend``, which may write a paged cache and
+query, key and value heads and a state of its own to `attend`, which may write a paged cache and
 read it back (serving), or attend within the sequence (training). So one set of modules serves every
 experiment.
 
-Letters: ``...`` any leading axes (tokens), E hidden size, F intermediate size, V vocabulary,
+Letters: `...` any leading axes (tokens), E hidden size, F intermediate size, V vocabulary,
 Hq/Hk query/KV heads, D head size.
 """
 
@@ -27,7 +27,7 @@ Attend = Callable[[Any, Any, Array, Array, Array], tuple[Array, Any]]
 
 
 class Linear(nnx.Module):
-    """``x @ kernel (+ bias)`` with the kernel stored ``[in, out]``."""
+    """`x @ kernel (+ bias)` with the kernel stored `[in, out]`."""
 
     def __init__(self, n_in: int, n_out: int, *, bias: bool, dtype: Any, rngs: nnx.Rngs):
         init = nnx.initializers.lecun_normal()
@@ -53,7 +53,7 @@ class RMSNorm(nnx.Module):
 
 
 class Embedding(nnx.Module):
-    """Token embedding ``[V, E]``, also the output head where the two are tied."""
+    """Token embedding `[V, E]`, also the output head where the two are tied."""
 
     def __init__(self, vocab: int, size: int, *, dtype: Any, rngs: nnx.Rngs):
         init = nnx.initializers.normal(0.02)
@@ -64,7 +64,7 @@ class Embedding(nnx.Module):
 
 
 def rotate(x: Array, cos: Array, sin: Array) -> Array:
-    """Rotary embedding, half-split; x ``[..., H, D]``, cos and sin ``f32[..., 1, D/2]``."""
+    """Rotary embedding, half-split; x `[..., H, D]`, cos and sin `f32[..., 1, D/2]`."""
     first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
     rotated = jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
     return rotated.astype(x.dtype)
@@ -134,7 +134,7 @@ def _run_block(
 
 
 class Llama(nnx.Module):
-    """The decoder: ``hidden, states = model(tokens, positions, attend, states, shared)``."""
+    """The decoder: `hidden, states = model(tokens, positions, attend, states, shared)`."""
 
     def __init__(self, config: ModelConfig, *, dtype: Any, rngs: nnx.Rngs):
         self.config = config
@@ -148,16 +148,11 @@ class Llama(nnx.Module):
         self.lm_head = None if tied else Linear(E, V, bias=False, dtype=dtype, rngs=rngs)
 
     def __call__(
-        self,
-        tokens: Array,
-        positions: Array,
-        attend: Attend,
-        states: Sequence[Any],
-        shared: Any,
+        self, tokens: Array, positions: Array, attend: Attend, states: Sequence[Any], shared: Any
     ) -> tuple[Array, list[Any]]:
-        """Hidden states after the last norm ``[..., E]`` of tokens and positions ``i32[...]``.
+        """Hidden states after the last norm `[..., E]` of tokens and positions `i32[...]`.
 
-        ``states`` holds one pytree for each layer; it comes back as ``attend`` left it.
+        `states` holds one pytree for each layer; it comes back as `attend` left it.
         """
         frequencies, scale = inv_freq(self.config)
         angles = positions[..., None, None].astype(jnp.float32) * frequencies  # [..., 1, D/2]
@@ -171,7 +166,7 @@ class Llama(nnx.Module):
         return self.final_norm(x), new_states
 
     def logits(self, hidden: Array) -> Array:
-        """Float32 next-token logits ``[..., V]`` of hidden states ``[..., E]``."""
+        """Float32 next-token logits `[..., V]` of hidden states `[..., E]`."""
         if self.lm_head is None:
             table = self.embed.embedding[...]
             return jnp.einsum("...e,ve->...v", hidden, table, preferred_element_type=jnp.float32)

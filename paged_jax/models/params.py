@@ -1,7 +1,7 @@
 """A model as a pure function and a parameter pytree.
 
-The modules are split once. What runs in jitted steps is ``model_of(config)(params)``: the
-modules' methods over a plain nested dict of arrays.
+The modules are split once. Jitted steps call the methods of `bind(config, params)`: the modules
+over a plain nested dict of arrays.
 """
 
 import math
@@ -16,6 +16,9 @@ from flax import nnx
 
 from paged_jax.models.config import ModelConfig
 from paged_jax.models.llama import Llama
+
+# Nested by the names of the modules' attributes; layers by number.
+Params = dict[str | int, Any]
 
 
 def expected_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
@@ -50,10 +53,6 @@ def num_parameters(config: ModelConfig) -> int:
     return sum(math.prod(shape) for shape in expected_shapes(config).values())
 
 
-# Nested by the names of the modules' attributes; layers by number.
-Params = dict[str | int, Any]
-
-
 @cache
 def _abstract_model(config: ModelConfig) -> tuple[Any, Any]:
     """(graph definition, state of shapes) of a model that is never allocated."""
@@ -79,7 +78,7 @@ def init_params(config: ModelConfig, seed: int, dtype: Any = jnp.float32) -> Par
 
 
 def nest(weights: Mapping[str, Any]) -> Params:
-    """``{"layers.0.mlp.down.kernel": x}`` -> ``{"layers": {0: {"mlp": ...}}}``."""
+    """`{"layers.0.mlp.down.kernel": x}` -> `{"layers": {0: {"mlp": ...}}}`."""
     params: Params = {}
     for name, value in weights.items():
         *path, last = (int(part) if part.isdigit() else part for part in name.split("."))

@@ -7,9 +7,9 @@ from paged_jax.workloads.arrivals import (
     arrive_poisson,
     speedup_to,
 )
-from paged_jax.workloads.azure import AzureRow, azure_requests, read_azure
+from paged_jax.workloads.azure import read_azure
 from paged_jax.workloads.build import ARRIVALS, KINDS, build_workload
-from paged_jax.workloads.burstgpt import BurstGPTRow, burstgpt_requests, read_burstgpt
+from paged_jax.workloads.burstgpt import read_burstgpt
 from paged_jax.workloads.lengths import (
     NAMED_LENGTHS,
     PUBLISHED_LENGTHS,
@@ -19,21 +19,12 @@ from paged_jax.workloads.lengths import (
     Uniform,
     length_requests,
 )
-from paged_jax.workloads.limits import LimitReport, limit_lengths
 from paged_jax.workloads.mooncake import MooncakeRow, mooncake_requests, read_mooncake
+from paged_jax.workloads.overflow import limit_lengths
 from paged_jax.workloads.prompts import prompt_requests, read_prompts
-from paged_jax.workloads.request import VocabRange, WorkloadRequest
-from paged_jax.workloads.sharegpt import (
-    ShareGPTReport,
-    find_packaged_sharegpt,
-    read_sharegpt,
-    sharegpt_requests,
-)
-from paged_jax.workloads.sharegpt_lengths import (
-    LengthTable,
-    sharegpt_length_requests,
-    sharegpt_lengths,
-)
+from paged_jax.workloads.request import TracedRequest, VocabRange, WorkloadRequest, traced_requests
+from paged_jax.workloads.sharegpt import find_packaged_sharegpt, read_sharegpt, sharegpt_requests
+from paged_jax.workloads.sharegpt_lengths import sharegpt_length_requests, sharegpt_lengths
 
 __all__ = [
     "ARRIVALS",
@@ -41,14 +32,10 @@ __all__ = [
     "NAMED_LENGTHS",
     "PUBLISHED_LENGTHS",
     "SERVED_LENGTHS",
-    "AzureRow",
-    "BurstGPTRow",
-    "LengthTable",
     "Lengths",
-    "LimitReport",
     "LogNormal",
     "MooncakeRow",
-    "ShareGPTReport",
+    "TracedRequest",
     "Uniform",
     "VocabRange",
     "WorkloadRequest",
@@ -56,9 +43,7 @@ __all__ = [
     "arrive_at_once",
     "arrive_gamma",
     "arrive_poisson",
-    "azure_requests",
     "build_workload",
-    "burstgpt_requests",
     "find_packaged_sharegpt",
     "length_requests",
     "limit_lengths",
@@ -73,4 +58,5 @@ __all__ = [
     "sharegpt_lengths",
     "sharegpt_requests",
     "speedup_to",
+    "traced_requests",
 ]

@@ -8,7 +8,7 @@ import numpy as np
 
 from paged_jax.workloads.request import WorkloadRequest
 
-# Of the gaps between arrivals. Beyond these all come at once, or like clockwork.
+# Bounds of the coefficient of variation: beyond them all come at once, or like clockwork.
 MIN_CV, MAX_CV = 0.01, 100.0
 
 
@@ -18,6 +18,7 @@ def _require_positive(value: float, name: str) -> None:
 
 
 def arrive_at_once(requests: Sequence[WorkloadRequest]) -> list[WorkloadRequest]:
+    """All requests arrive at 0."""
     return [replace(request, arrival_s=0.0) for request in requests]
 
 
@@ -52,7 +53,7 @@ def arrive_gamma(
 def arrive_as_traced(
     requests: Sequence[WorkloadRequest], *, speedup: float = 1.0
 ) -> list[WorkloadRequest]:
-    """The trace's own times, the first request at 0, `speedup` times as fast."""
+    """Requests arrive as in the trace, the first at 0, `speedup` times as fast."""
     _require_positive(speedup, "the trace speed-up")
     start = requests[0].arrival_s if requests else 0.0
     return [replace(r, arrival_s=(r.arrival_s - start) / speedup) for r in requests]

@@ -3,27 +3,21 @@
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import get_args
+from typing import Any, get_args
 
-from paged_jax.workloads.arrivals import (
-    arrive_as_traced,
-    arrive_at_once,
-    arrive_gamma,
-    arrive_poisson,
-    speedup_to,
-)
-from paged_jax.workloads.azure import azure_requests, read_azure
-from paged_jax.workloads.burstgpt import burstgpt_requests, read_burstgpt
+from paged_jax.workloads.arrivals import arrive_as_traced, arrive_at_once, arrive_gamma, speedup_to
+from paged_jax.workloads.azure import read_azure
+from paged_jax.workloads.burstgpt import read_burstgpt
 from paged_jax.workloads.lengths import NAMED_LENGTHS, Lengths, length_requests
-from paged_jax.workloads.limits import LimitReport, Overflow, limit_lengths
 from paged_jax.workloads.mooncake import mooncake_requests, read_mooncake
+from paged_jax.workloads.overflow import Overflow, limit_lengths
 from paged_jax.workloads.prompts import prompt_requests, read_prompts
-from paged_jax.workloads.request import VocabRange, WorkloadRequest
+from paged_jax.workloads.request import VocabRange, WorkloadRequest, traced_requests
 from paged_jax.workloads.sharegpt import find_packaged_sharegpt, read_sharegpt, sharegpt_requests
 
 KINDS = ("sharegpt", "azure", "mooncake", "burstgpt", "lengths", "prompts")
 ARRIVALS = ("all_at_once", "poisson", "gamma", "trace")
-TIMED_KINDS = ("azure", "mooncake", "burstgpt")  # whose traces hold arrival times
+TIMED_KINDS = ("azure", "mooncake", "burstgpt")  # their traces hold arrival times
 
 Encode = Callable[[str], Sequence[int]]
 
@@ -48,21 +42,21 @@ def build_workload(
     speedup: float = 1.0,
     seed: int = 0,
 ) -> tuple[list[WorkloadRequest], list[str]]:
-    """The requests of a workload by order of arrival, and notes for the human who asked.
+    """The requests of a workload in order of arrival, and notes for the user.
 
     kind: sharegpt (`trace`, or the installed package), azure, mooncake and burstgpt (`trace`),
-        lengths (`lengths`, a name of NAMED_LENGTHS or its own), prompts (`prompts`, or one a
-        line in `trace`).
-    encode: text to token ids, for sharegpt and prompts; `encode_prompt` is the same with what the
-        model wants around a prompt (a chat template), `encode` where it is not given.
+        lengths (`lengths`, a name of NAMED_LENGTHS or lengths of your own), prompts (`prompts`, or
+        the lines of `trace`).
+    encode: text to token ids, for sharegpt and prompts. `encode_prompt` also puts around a prompt
+        what the model wants (a chat template); where it is not given, `encode` stands in.
     vocab: the ids of synthetic prompts, for azure, mooncake, burstgpt and lengths.
-    num_requests: how many; None takes all there are (lengths has no all).
+    num_requests: how many; None takes all there are, and is not for lengths.
     max_tokens: caps every output; for prompts, which have no output lengths, it is the length.
     ignore_eos: None means outputs of exactly the given length, except for prompts.
     overflow: drop or clip a request whose prompt and output exceed `max_model_len`.
     arrivals: all_at_once; poisson (at `rate` requests/s); gamma (likewise, `cv` the coefficient of
         variation of the gaps); or trace (`speedup` times as fast, or scaled to `rate`).
-    Raises ValueError, in one line, on whatever cannot be.
+    Raises ValueError, in one line, for a bad value, options that do not go together, a bad file.
     """
     _require_choice("workload", kind, KINDS)
     _require_choice("arrivals", arrivals, ARRIVALS)
@@ -94,7 +88,9 @@ def build_workload(
         raise ValueError(f"prompts go with the prompts workload, not with {kind}")
 
     path = None if trace is None else Path(trace)
-    fixed_lengths = kind != "prompts" if ignore_eos is None else ignore_eos
+    if ignore_eos is None:
+        ignore_eos = kind != "prompts"
+    options: dict[str, Any] = {"seed": seed, "ignore_eos": ignore_eos}
     notes: list[str] = []
     drawn: Iterator[WorkloadRequest]
     match kind:
@@ -103,25 +99,18 @@ def build_workload(
             notes += report.notes()
             encode = _require(encode, kind, "encode")
             drawn = sharegpt_requests(
-                exchanges,
-                encode=encode,
-                encode_prompt=encode_prompt or encode,
-                seed=seed,
-                ignore_eos=fixed_lengths,
+                exchanges, encode=encode, encode_prompt=encode_prompt or encode, **options
             )
         case "azure":
             rows = read_azure(_require(path, kind, "trace"))
-            vocab = _require(vocab, kind, "vocab")
-            drawn = azure_requests(rows, vocab=vocab, seed=seed, ignore_eos=fixed_lengths)
+            drawn = traced_requests(rows, vocab=_require(vocab, kind, "vocab"), **options)
+        case "burstgpt":
+            rows, num_failed = read_burstgpt(_require(path, kind, "trace"))
+            notes += [f"burstgpt: skipped {num_failed} failed requests"] if num_failed else []
+            drawn = traced_requests(rows, vocab=_require(vocab, kind, "vocab"), **options)
         case "mooncake":
             blocks = read_mooncake(_require(path, kind, "trace"))
-            vocab = _require(vocab, kind, "vocab")
-            drawn = mooncake_requests(blocks, vocab=vocab, seed=seed, ignore_eos=fixed_lengths)
-        case "burstgpt":
-            answered, num_failed = read_burstgpt(_require(path, kind, "trace"))
-            notes += [f"burstgpt: skipped {num_failed} failed requests"] if num_failed else []
-            vocab = _require(vocab, kind, "vocab")
-            drawn = burstgpt_requests(answered, vocab=vocab, seed=seed, ignore_eos=fixed_lengths)
+            drawn = mooncake_requests(blocks, vocab=_require(vocab, kind, "vocab"), **options)
         case "lengths":
             if isinstance(lengths, str):
                 _require_choice("lengths", lengths, tuple(NAMED_LENGTHS))
@@ -130,8 +119,7 @@ def build_workload(
                 lengths,
                 _require(num_requests, kind, "num_requests"),
                 vocab=_require(vocab, kind, "vocab"),
-                seed=seed,
-                ignore_eos=fixed_lengths,
+                **options,
             )
         case _:
             if prompts is None:
@@ -141,7 +129,7 @@ def build_workload(
                 prompts,
                 encode=encode_prompt or _require(encode, kind, "encode"),
                 max_tokens=_require(max_tokens, kind, "max_tokens"),
-                ignore_eos=fixed_lengths,
+                ignore_eos=ignore_eos,
             )
 
     if max_tokens is not None:
@@ -151,7 +139,7 @@ def build_workload(
     requests, limits = limit_lengths(
         drawn, max_model_len, overflow=overflow, num_requests=num_requests
     )
-    notes += _limit_notes(kind, limits)
+    notes += [f"{kind}: {note}" for note in limits.notes()]
     if not requests:
         raise ValueError(
             f"{kind}: no request left; {limits.dropped} longer than {max_model_len=} dropped"
@@ -159,18 +147,10 @@ def build_workload(
     if num_requests is not None and len(requests) < num_requests:
         notes.append(f"{kind}: {len(requests)} requests, not the {num_requests} asked for")
     match arrivals:
-        case "poisson":
-            return arrive_poisson(requests, rate=_require(rate, kind, "rate"), seed=seed), notes
-        case "gamma":
-            return (
-                arrive_gamma(
-                    requests,
-                    rate=_require(rate, kind, "rate"),
-                    cv=_require(cv, kind, "cv"),
-                    seed=seed,
-                ),
-                notes,
-            )
+        case "poisson" | "gamma":
+            rate = _require(rate, kind, "rate")
+            cv = 1.0 if arrivals == "poisson" else _require(cv, kind, "cv")
+            return arrive_gamma(requests, rate=rate, cv=cv, seed=seed), notes
         case "trace":
             speedup = speedup if rate is None else speedup_to(requests, rate)
             return arrive_as_traced(requests, speedup=speedup), notes
@@ -187,16 +167,3 @@ def _require[T](value: T | None, kind: str, option: str) -> T:
     if value is None:
         raise ValueError(f"the {kind} workload needs {option}")
     return value
-
-
-def _limit_notes(kind: str, limits: LimitReport) -> list[str]:
-    over = f"longer than {limits.max_model_len} tokens"
-    notes = []
-    if limits.dropped:
-        notes.append(f"{kind}: dropped {limits.dropped} requests {over}")
-    if limits.clipped_prompts or limits.clipped_outputs:
-        notes.append(
-            f"{kind}: clipped {limits.clipped_prompts} prompts and {limits.clipped_outputs} "
-            f"outputs of requests {over}"
-        )
-    return notes

@@ -57,7 +57,7 @@ Distribution = LogNormal | Uniform
 
 @dataclass(frozen=True)
 class Lengths:
-    """How long prompts and outputs are."""
+    """The lengths of prompts and outputs."""
 
     prompt: Distribution
     output: Distribution
@@ -71,12 +71,12 @@ PUBLISHED_LENGTHS = {
     "alpaca": Lengths(LogNormal(19.31, 0.5), LogNormal(58.45, 0.9)),
 }
 
-# The means are those of what the paper served, and it served no request of more than 2048 tokens.
-# Here they are still the means when longer ones are dropped. The spread of the outputs is read from
-# its results: the token states and reservations of its Figure 2, over the batch sizes of Figure 13,
-# say that a running request has 757, 717 and 732 tokens in the end (Orca Max, Pow2 and Oracle).
-# That is more than the mean, as long outputs run longer, and it takes outputs that vary this much.
-# Prompts vary as in ShareGPT V3.
+# The paper served no request of more than 2048 tokens, and its means are of the requests it served:
+# these lengths have the same means once longer requests are dropped. The spread of the outputs is
+# read from the paper's results. The token states and reservations of its Figure 2, over the batch
+# sizes of Figure 13, say that a running request has 757, 717 and 732 tokens in the end (Orca Max,
+# Pow2 and Oracle). This is more than the mean, as long outputs run longer, and takes outputs that
+# vary this much. Prompts vary as in ShareGPT V3.
 SERVED_LENGTHS = {"sharegpt_served": Lengths(LogNormal(179.5, 1.2), LogNormal(355.2, 0.825))}
 
 NAMED_LENGTHS = PUBLISHED_LENGTHS | SERVED_LENGTHS

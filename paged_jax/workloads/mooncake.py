@@ -8,16 +8,13 @@ from pathlib import Path
 import numpy as np
 
 from paged_jax.workloads.files import line_error, read_lines, token_count, whole_number
-from paged_jax.workloads.request import VocabRange, WorkloadRequest, random_token_ids
+from paged_jax.workloads.request import TracedRequest, VocabRange, WorkloadRequest, random_token_ids
 
 HASH_BLOCK_TOKENS = 512
 
 
 @dataclass(frozen=True, slots=True)
-class MooncakeRow:
-    arrival_s: float
-    num_prompt_tokens: int
-    num_output_tokens: int
+class MooncakeRow(TracedRequest):
     hash_ids: tuple[int, ...]  # one for each 512 tokens of the prompt, the last may be partial
 
 

@@ -1,4 +1,4 @@
-"""Plain prompts: a text file with one a line, or a list."""
+"""Plain prompts: a list, or a text file with one prompt a line."""
 
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -23,6 +23,7 @@ def prompt_requests(
     max_tokens: int,
     ignore_eos: bool = False,
 ) -> Iterator[WorkloadRequest]:
+    """A request for each prompt. ValueError for a blank one."""
     for index, prompt in enumerate(prompts):
         if not prompt.strip():
             raise ValueError(f"prompt {index} is empty")

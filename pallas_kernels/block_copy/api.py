@@ -1,15 +1,14 @@
 """The public entry: choose an implementation by name and call it.
 
-To add one, write a file with ``copy``, ``read`` and ``write`` of `reference`'s signatures and name
-it in `IMPLEMENTATIONS`. A ``refusal(call)`` of the file, which is optional, says why it cannot do a
+To add one, write a file with `copy`, `read` and `write` of `reference`'s signatures and name
+it in `IMPLEMENTATIONS`. A `refusal(call)` of the file, which is optional, says why it cannot do a
 `MoveCall`.
 
-All take the caches of keys and of values of all layers, alike and each ``[P, Hk, S, D]``, and move
-the same blocks of each. Numbers of blocks must be those of blocks in the caches; pad them with the
-null block to keep their number static. Where one is written, its contents do not matter after.
-Donated caches are updated in place.
+All take the caches of keys and of values of all layers, alike and each `[P, Hk, S, D]`, and move
+the same blocks of each. Block numbers must name blocks in the caches; pad them with the null block
+to keep their count static: it may hold anything afterwards. Donated caches are updated in place.
 
-Each raises ValueError for shapes that do not fit, `Unsupported` for what ``impl`` refuses.
+Each raises ValueError for shapes that do not fit, `Unsupported` for what `impl` refuses.
 """
 
 from collections.abc import Sequence
@@ -17,7 +16,7 @@ from types import ModuleType
 
 from jax import Array
 
-from pallas_kernels.moves import MoveCall, MoveOptions, check_caches, check_indices, resolve
+from pallas_kernels.moves import MoveCall, MoveOptions, check_caches, check_indices, resolve_move
 from pallas_kernels.registry import Registry
 
 IMPLEMENTATIONS = Registry(
@@ -39,7 +38,7 @@ def copy_blocks(
     interpret: bool = False,
     detect_races: bool = False,
 ) -> list[Array]:
-    """Copy blocks ``sources`` to blocks ``targets``, both ``i32[N]``: copy-on-write.
+    """Copy blocks `sources` to blocks `targets`, both `i32[N]`: copy-on-write.
 
     No block is both source and target, nor target twice, except the null block. Returns the caches.
     """
@@ -63,9 +62,9 @@ def read_blocks(
     interpret: bool = False,
     detect_races: bool = False,
 ) -> Array:
-    """Gather blocks ``i32[N]`` of L caches into one array ``[N, L, Hk, S, D]``: swapping out.
+    """Gather blocks `i32[N]` of L caches into one array `[N, L, Hk, S, D]`: swapping out.
 
-    All of a block is contiguous in it.
+    Each block is contiguous in it, with all layers.
     """
     caches = list(caches)
     check_caches(caches)
@@ -85,7 +84,7 @@ def write_blocks(
     interpret: bool = False,
     detect_races: bool = False,
 ) -> list[Array]:
-    """Scatter ``staged``, as from `read_blocks`, to blocks ``i32[N]``: swapping in.
+    """Scatter `staged`, as from `read_blocks`, to blocks `i32[N]`: swapping in.
 
     Blocks are distinct except the null block. Returns the caches.
     """
@@ -105,5 +104,5 @@ def write_blocks(
 
 
 def _module(impl: str, caches: list[Array], blocks: Array, options: MoveOptions) -> ModuleType:
-    name = resolve(IMPLEMENTATIONS, impl, MoveCall.of(caches, blocks, options))
+    name = resolve_move(IMPLEMENTATIONS, impl, MoveCall.of(caches, blocks, options))
     return IMPLEMENTATIONS.module(name)

@@ -1,6 +1,6 @@
 """Moving blocks in Mosaic GPU: one launch for all layers, a program for a few rows of one block.
 
-A block of a cache is seen as ``[Hk * S, D]``, contiguous. The caches are passed as references, so
+A block of a cache is seen as `[Hk * S, D]`, contiguous. The caches are passed as references, so
 that the kernel writes into them and no more. Nothing is written to the null block.
 """
 
@@ -13,13 +13,13 @@ from jax import Array, lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.mosaic_rows import interpreter, load, refusal, row_layout, store
+from pallas_kernels.mosaic import interpreter, load, refusal, row_layout, store
 from pallas_kernels.moves import NULL_BLOCK, MoveOptions
 
 __all__ = ["copy", "read", "refusal", "write"]
 
 Caches = list[Array]  # each [P, Hk, S, D]
-# What a program moves: four loads of 16 bytes under way in each of its 128 threads.
+# Moved by a program: each of its 128 threads has four loads of 16 bytes under way.
 PROGRAM_BYTES = 8192
 
 
@@ -98,7 +98,7 @@ def _launch(
     options: MoveOptions,
     out_type: Any = (),
 ) -> Callable[..., Any]:
-    """The kernel that runs ``body(program, *references)`` for all rows of the blocks moved."""
+    """The kernel that runs `body(program, *references)` for all rows of the blocks moved."""
     _, Hk, S, D = caches[0].shape
     dtype = caches[0].dtype
     most = max(1, PROGRAM_BYTES // (D * dtype.itemsize))
@@ -117,7 +117,7 @@ def _launch(
         out_type=out_type,
         grid=(len(caches), num_blocks, Hk * S // num_rows),
         grid_names=("cache", "n", "part"),
-        interpret=interpreter(options),
+        interpret=interpreter(options.interpret, options.detect_races),
     )
 
 

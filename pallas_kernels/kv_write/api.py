@@ -1,14 +1,14 @@
 """The public entry: choose an implementation by name and call it.
 
-To add one, write a file with a ``write`` of `reference`'s signature and name it in
-`IMPLEMENTATIONS`. A ``refusal(call)`` of the file, which is optional, says why it cannot do a
+To add one, write a file with a `write` of `reference`'s signature and name it in
+`IMPLEMENTATIONS`. A `refusal(call)` of the file, which is optional, says why it cannot do a
 `MoveCall`.
 """
 
 import jax.numpy as jnp
 from jax import Array
 
-from pallas_kernels.moves import MoveCall, MoveOptions, check_caches, check_indices, resolve
+from pallas_kernels.moves import MoveCall, MoveOptions, check_caches, check_indices, resolve_move
 from pallas_kernels.registry import Registry
 
 IMPLEMENTATIONS = Registry(
@@ -32,14 +32,14 @@ def write_kv(
     interpret: bool = False,
     detect_races: bool = False,
 ) -> tuple[Array, Array]:
-    """Write keys and values ``[N, Hk, D]`` of N tokens into their slots of the caches.
+    """Write keys and values `[N, Hk, D]` of N tokens into their slots of the caches.
 
-    Caches ``[P, Hk, S, D or wider]``, of any dtype; lanes beyond D get zeros. slots ``i32[N]``:
-    slot s is place ``s % S`` of block ``s // S``, which must be a block of the caches. Slots are
-    distinct except in the null block, where padded tokens go and whose contents do not matter
-    after. Donated caches are updated in place.
+    Caches `[P, Hk, S, D or wider]`, of any dtype; lanes beyond D get zeros. slots `i32[N]`:
+    slot s is place `s % S` of block `s // S`, which must be a block of the caches. Slots are
+    distinct except in the null block, where padded tokens go and which may hold anything
+    afterwards. Donated caches are updated in place.
 
-    Returns the caches. ValueError for shapes that do not fit, `Unsupported` for what ``impl``
+    Returns the caches. ValueError for shapes that do not fit, `Unsupported` for what `impl`
     refuses.
     """
     caches = [k_cache, v_cache]
@@ -58,7 +58,7 @@ def write_kv(
         return jnp.pad(x.astype(k_cache.dtype), ((0, 0), (0, 0), (0, cache_D - x.shape[2])))
 
     options = MoveOptions(interpret, detect_races)
-    name = resolve(IMPLEMENTATIONS, impl, MoveCall.of(caches, slots, options))
+    name = resolve_move(IMPLEMENTATIONS, impl, MoveCall.of(caches, slots, options))
     written: tuple[Array, Array] = IMPLEMENTATIONS.module(name).write(
         k_cache, v_cache, widened(k), widened(v), slots, options=options
     )

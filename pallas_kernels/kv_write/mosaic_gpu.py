@@ -1,7 +1,7 @@
-"""Writing keys and values in Mosaic GPU: a program a token, all of its heads at a time.
+"""Writing keys and values in Mosaic GPU: a program for each token, with all of its heads.
 
 The caches are passed as references, so that the kernel writes into them and no more. What belongs
-into the null block is not written at all: nothing reads it.
+to the null block is not written at all: nothing reads it.
 """
 
 from typing import Any
@@ -12,7 +12,7 @@ from jax import Array, lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.mosaic_rows import interpreter, load, refusal, row_layout, store
+from pallas_kernels.mosaic import interpreter, load, refusal, row_layout, store
 from pallas_kernels.moves import NULL_BLOCK, MoveOptions
 
 __all__ = ["refusal", "write"]
@@ -51,6 +51,6 @@ def write(
         write_token,
         grid=(N,),
         grid_names=("token",),
-        interpret=interpreter(options),
+        interpret=interpreter(options.interpret, options.detect_races),
     )(k, v, slots, k_cache_ref, v_cache_ref)
     return k_cache_ref[...], v_cache_ref[...]

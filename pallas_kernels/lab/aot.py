@@ -1,7 +1,7 @@
 """Lower and compile kernels for a GPU that is not here, and read what came out.
 
 `lower` needs JAX alone: it finds what Pallas refuses (layouts, tiles, shared memory). `compile`
-needs the ``aot`` extra: it gives registers, spills, occupancy and instructions of every kernel,
+needs the `aot` extra: it gives registers, spills, occupancy and instructions of every kernel,
 Mosaic and Triton. The versions of JAX and ptxas decide the numbers, the machine does not. It sets
 environment variables while it runs, and so is not for use from several threads.
 """
@@ -21,9 +21,8 @@ from jax.experimental import topologies
 from jax.sharding import AbstractDevice, AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 from pallas_kernels import extras, targets
-from pallas_kernels.lab import kernel_calls, ptx, toolkit
+from pallas_kernels.lab import kernel_calls, ptx
 from pallas_kernels.lab.kernel_calls import KernelCall
-from pallas_kernels.lab.occupancy import Occupancy, occupancy
 from pallas_kernels.targets import Target
 
 
@@ -40,7 +39,7 @@ class KernelReport:
     stack: int  # of one thread
     static_shared_memory: int
     dynamic_shared_memory: int
-    occupancy: Occupancy
+    occupancy: targets.Occupancy
     instructions: dict[str, int]  # every one of ptx.INSTRUCTIONS
     ptx: str = dataclasses.field(repr=False)
 
@@ -51,7 +50,7 @@ class KernelReport:
 
 @dataclass(frozen=True)
 class CompiledReport:
-    """The kernels of a function, compiled for a target: as many as its text calls."""
+    """The kernels of a function, compiled for a target; one for each call in its text."""
 
     target: Target
     ptxas: str  # its version
@@ -66,31 +65,31 @@ def missing() -> str | None:
     """Why `compile` cannot compile, with what to install, in one line; None if it can."""
     if not extras.is_installed("jax_plugins.xla_cuda12"):
         reason = "JAX's CUDA plugin"
-    elif not toolkit.has_ptxas():
-        reason = f"ptxas, of the package {toolkit.PACKAGE}"
+    elif not ptx.has_ptxas():
+        reason = f"ptxas, of the package {ptx.PACKAGE}"
     else:
         return None
     return f"compiling for a GPU needs {reason}; install it with: {extras.command('aot')}"
 
 
 def is_available() -> bool:
-    """Whether `compile` can compile: the ``aot`` extra is installed."""
+    """Whether `compile` can compile: the `aot` extra is installed."""
     return missing() is None
 
 
 def lower(fn: Callable[..., Any], args: Sequence[Any], target: Target) -> tuple[KernelCall, ...]:
-    """The kernels that ``fn(*args)`` starts on ``target``, as lowered for it.
+    """The kernels that `fn(*args)` starts on `target`, as lowered for it.
 
-    ``args`` are arrays or jax.ShapeDtypeStruct, or trees of them. Raises what Pallas raises for a
+    `args` are arrays or jax.ShapeDtypeStruct, or trees of them. Raises what Pallas raises for a
     kernel it cannot lower; ValueError for one that takes more shared memory than the GPU has.
     """
     return _lower(fn, args, target)[1]
 
 
 def compile(fn: Callable[..., Any], args: Sequence[Any], target: Target) -> CompiledReport:
-    """Compile ``fn(*args)`` for ``target`` and report on each of its kernels.
+    """Compile `fn(*args)` for `target` and report on each of its kernels.
 
-    `Missing` without the ``aot`` extra; otherwise as `lower`, and what the compiler raises.
+    `Missing` without the `aot` extra; otherwise as `lower`, and what the compiler raises.
     """
     if reason := missing():
         raise Missing(reason)
@@ -102,18 +101,18 @@ def compile(fn: Callable[..., Any], args: Sequence[Any], target: Target) -> Comp
     )
     lowered, calls = _lower(fn, args, target, topology.devices[0])
     if not calls:  # XLA's own code is not reported on
-        return CompiledReport(target, toolkit.ptxas_version(), ())
+        return CompiledReport(target, ptx.ptxas_version(), ())
     # Mosaic compiles a kernel once in a process and dumps only what it compiles.
     names = kernel_calls.rename(lowered, f"kernel_{secrets.token_hex(4)}_")
     with tempfile.TemporaryDirectory() as folder:
-        with toolkit.dumping_to(Path(folder)), _uncached():
+        with ptx.dumping_to(Path(folder)), _uncached():
             lowered.compile({"xla_dump_to": folder, "xla_dump_emitter_re": "^ptx$"})
         dump = _Dump(Path(folder))
         reports = (
             _report(call, dump.ptx(name), dump.dynamic_shared_memory(call, name), target)
             for call, name in zip(calls, names, strict=True)
         )
-        return CompiledReport(target, toolkit.ptxas_version(), tuple(reports))
+        return CompiledReport(target, ptx.ptxas_version(), tuple(reports))
 
 
 def _lower(
@@ -163,14 +162,14 @@ def _report(call: KernelCall, text: str, dynamic: int, target: Target) -> Kernel
         assembled.stack,
         assembled.shared_memory,
         dynamic,
-        occupancy(target, assembled.registers, threads, shared_memory),
+        targets.occupancy(target, assembled.registers, threads, shared_memory),
         ptx.instruction_counts(text),
         text,
     )
 
 
 class _Dump:
-    """What compiling wrote into a folder: files named by kernel (Mosaic), or by module (XLA)."""
+    """The files that compiling wrote, named by kernel (Mosaic) or by module (XLA)."""
 
     def __init__(self, folder: Path):
         self._folder = folder
@@ -187,7 +186,7 @@ class _Dump:
         return self._ptx[name]
 
     def dynamic_shared_memory(self, call: KernelCall, name: str) -> int:
-        """Bytes: known of a Mosaic kernel before, of a Triton kernel from XLA's launch."""
+        """Bytes: a Mosaic call states them; for a Triton call XLA's launch does."""
         if call.dynamic_shared_memory is not None:
             return call.dynamic_shared_memory
         [launches] = self._folder.glob("*.thunk_sequence.txt")
@@ -199,7 +198,7 @@ class _Dump:
 
 @contextlib.contextmanager
 def _uncached() -> Iterator[None]:
-    """What is compiled within is not written to JAX's cache, which cannot load it again."""
+    """Keep what is compiled within out of JAX's cache, which could not load it again."""
     name = "jax_persistent_cache_min_compile_time_secs"
     before = getattr(jax.config, name)
     jax.config.update(name, float("inf"))

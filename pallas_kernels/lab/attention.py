@@ -1,4 +1,4 @@
-"""Paged attention as the lab checks it: shapes, calls, and what must come out."""
+"""Paged attention as the lab checks it: shapes, calls, and the results that are wanted."""
 
 import dataclasses
 from collections.abc import Callable
@@ -10,9 +10,8 @@ import numpy as np
 from jax import Array
 
 from pallas_kernels import targets
-from pallas_kernels.lab.cases import Case, Tables, make_case
-from pallas_kernels.lab.float64 import attended
-from pallas_kernels.lab.tolerances import bounds
+from pallas_kernels.lab.cases import AttentionCase, Tables, make_case
+from pallas_kernels.lab.float64 import attended, bounds
 from pallas_kernels.lab.wanted import Wanted
 from pallas_kernels.paged_attention import (
     IMPLEMENTATIONS,
@@ -29,7 +28,7 @@ REGISTRY = IMPLEMENTATIONS
 
 @dataclass(frozen=True)
 class Spec:
-    """One shape and choice of options. Of contexts, every case has 0, 1, a block and the table."""
+    """One shape and choice of options. Every case has contexts of 0, 1, a block and the table."""
 
     name: str
     dtype: str = "bfloat16"
@@ -41,9 +40,9 @@ class Spec:
     block_size: int = 16
     max_blocks: int = 10
     tables: Tables = "random"
-    queries_anywhere: bool = False  # in their context; or its last tokens
-    # Of the GPU that values are tuned for. With few, contexts are not split, programs have many
-    # tiles, and a pipeline of copies comes round to its first slot.
+    queries_anywhere: bool = False  # in their context; False: its last tokens
+    # Cores of the GPU that values are tuned for. With few cores, contexts are not split, programs
+    # have many tiles, and a pipeline of copies comes round to its first slot.
     num_cores: int = 1
     soft_cap: float | None = None
     sliding_window: int | None = None
@@ -56,7 +55,7 @@ class Spec:
         )
 
 
-# Each costs a kernel seconds in the interpreter, so that some vary two things.
+# Each takes seconds in the interpreter, so some vary two things.
 VALUE_SPECS = (
     Spec("GQA, split", num_cores=132),
     Spec("MHA, shared blocks", num_heads=3, num_kv_heads=3, tables="shared"),
@@ -104,7 +103,7 @@ COMPILE_SPECS = (
 )
 
 
-def make(spec: Spec, rng: np.random.Generator) -> Case:
+def make(spec: Spec, rng: np.random.Generator) -> AttentionCase:
     """Random inputs of a shape, their contexts included."""
     longest = spec.block_size * spec.max_blocks
     edges = [0, 1, spec.block_size, longest]
@@ -141,7 +140,7 @@ def value_options(impl: str, spec: Spec, *, interpret: bool) -> AttentionOptions
     if default_tuning is None or refusal(impl, call):
         return options
     target = call.target or TARGETS["H200"]
-    name = f"{target.name} with {spec.num_cores} cores"  # of which no table knows
+    name = f"{target.name} with {spec.num_cores} cores"  # no table knows it
     target = dataclasses.replace(target, name=name, num_cores=spec.num_cores)
     tuning = default_tuning(dataclasses.replace(call, target=target))
     return dataclasses.replace(options, tuning=tuning)
@@ -152,16 +151,16 @@ def compile_options(spec: Spec) -> AttentionOptions:
     return AttentionOptions(spec.head_size**-0.5, spec.soft_cap, spec.sliding_window)
 
 
-def arguments(impl: str, case: Case) -> tuple[np.ndarray, ...]:
+def arguments(impl: str, case: AttentionCase) -> tuple[np.ndarray, ...]:
     """A case's arrays, with the cache as wide as the implementation wants it: pad lanes are 0."""
-    q, k_cache, v_cache, *rest = case.arrays
+    q, k_cache, v_cache, *rest = case
     pad = cache_head_size(impl, q.shape[-1]) - q.shape[-1]
     k_cache, v_cache = (np.pad(x, ((0, 0), (0, 0), (0, 0), (0, pad))) for x in (k_cache, v_cache))
     return q, k_cache, v_cache, *rest
 
 
 def shapes(impl: str, spec: Spec) -> tuple[jax.ShapeDtypeStruct, ...]:
-    """`arguments` of a shape, without the arrays."""
+    """The shapes and dtypes of `arguments`."""
     B, M = spec.batch, spec.max_blocks
     D = cache_head_size(impl, spec.head_size)
     dtype = jnp.dtype(spec.dtype)
@@ -178,30 +177,18 @@ def shapes(impl: str, spec: Spec) -> tuple[jax.ShapeDtypeStruct, ...]:
 
 
 def function(impl: str, options: AttentionOptions) -> Callable[..., dict[str, Array]]:
-    """Of `arguments`; returns the results by name."""
+    """The call, a function of `arguments` that returns the results by name."""
 
     def attend(*arguments: Array) -> dict[str, Array]:
-        return paged_prefill_attention(
-            *arguments,
-            impl=impl,
-            scale=options.scale,
-            soft_cap=options.soft_cap,
-            sliding_window=options.sliding_window,
-            interpret=options.interpret,
-            detect_races=options.detect_races,
-            tuning=options.tuning,
-        )._asdict()
+        return paged_prefill_attention(*arguments, impl=impl, **vars(options))._asdict()
 
     return attend
 
 
-def wanted(case: Case, options: AttentionOptions, *, on_gpu: bool) -> dict[str, Wanted]:
-    """What `function` must return."""
+def wanted(case: AttentionCase, options: AttentionOptions, *, on_gpu: bool) -> dict[str, Wanted]:
+    """The results that `function` must return."""
     result = attended(
-        case,
-        scale=options.scale,
-        soft_cap=options.soft_cap,
-        sliding_window=options.sliding_window,
+        case, scale=options.scale, soft_cap=options.soft_cap, sliding_window=options.sliding_window
     )
     values = np.abs(case.v_cache.astype(np.float64))
     limits = bounds(

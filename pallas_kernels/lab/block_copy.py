@@ -18,7 +18,7 @@ REGISTRY = IMPLEMENTATIONS
 
 @dataclass(frozen=True)
 class Spec:
-    """One move and shape. Of the blocks that are moved, `padded` are the null block."""
+    """One move and shape; `padded` of the moved blocks are the null block."""
 
     name: str
     move: Literal["copy", "read", "write"] = "copy"
@@ -40,18 +40,13 @@ class Spec:
 
 
 @dataclass(frozen=True)
-class Options:
-    """How a move is called."""
+class Options(MoveOptions):
+    """Which move is called, and how."""
 
-    move: str
-    call: MoveOptions
-
-    @property
-    def interpret(self) -> bool:
-        return self.call.interpret
+    move: str = "copy"
 
 
-class Case(NamedTuple):
+class BlockCopyCase(NamedTuple):
     """Arguments of the moves, arrays or shapes; each move takes some of them."""
 
     caches: list[Any]  # L of [P, Hk, S, D]
@@ -83,14 +78,14 @@ COMPILE_SPECS = (
 )
 
 
-def make(spec: Spec, rng: np.random.Generator) -> Case:
+def make(spec: Spec, rng: np.random.Generator) -> BlockCopyCase:
     """Random numbers and blocks; none is both source and target."""
     dtype = jnp.dtype(spec.dtype)
     block = (spec.num_kv_heads, spec.block_size, spec.head_size)
     blocks = 1 + rng.permutation(spec.num_blocks - 1).astype(np.int32)
     sources, targets = blocks[: spec.num_moved], blocks[spec.num_moved : 2 * spec.num_moved]
     sources[: spec.padded] = targets[: spec.padded] = NULL_BLOCK
-    return Case(
+    return BlockCopyCase(
         [
             rng.standard_normal((spec.num_blocks, *block)).astype(dtype)
             for _ in range(spec.num_caches)
@@ -103,37 +98,37 @@ def make(spec: Spec, rng: np.random.Generator) -> Case:
 
 def value_options(impl: str, spec: Spec, *, interpret: bool) -> Options:
     """Races are looked for where the kernel is interpreted."""
-    return Options(spec.move, MoveOptions(interpret, interpret))
+    return Options(interpret, interpret, spec.move)
 
 
 def compile_options(spec: Spec) -> Options:
-    return Options(spec.move, MoveOptions())
+    return Options(move=spec.move)
 
 
-def arguments(impl: str, case: Case) -> Case:
+def arguments(impl: str, case: BlockCopyCase) -> BlockCopyCase:
     return case
 
 
-def shapes(impl: str, spec: Spec) -> Case:
-    """`arguments` of a shape, without the arrays."""
+def shapes(impl: str, spec: Spec) -> BlockCopyCase:
+    """The shapes and dtypes of `arguments`."""
     dtype = jnp.dtype(spec.dtype)
     block = (spec.num_kv_heads, spec.block_size, spec.head_size)
     cache = jax.ShapeDtypeStruct((spec.num_blocks, *block), dtype)
     staged = jax.ShapeDtypeStruct((spec.num_moved, spec.num_caches, *block), dtype)
     blocks = jax.ShapeDtypeStruct((spec.num_moved,), jnp.int32)
-    return Case([cache] * spec.num_caches, staged, blocks, blocks)
+    return BlockCopyCase([cache] * spec.num_caches, staged, blocks, blocks)
 
 
 def function(impl: str, options: Options) -> Callable[..., dict[str, Array]]:
-    """Of `arguments`; returns the results by name, but the null block, which may hold anything."""
+    """The call; it returns results by name, without the null block, which may hold anything."""
 
     def move(
         caches: list[Array], staged: Array, sources: Array, targets: Array
     ) -> dict[str, Array]:
         call: dict[str, Any] = {
             "impl": impl,
-            "interpret": options.call.interpret,
-            "detect_races": options.call.detect_races,
+            "interpret": options.interpret,
+            "detect_races": options.detect_races,
         }
         if options.move == "read":
             return {"staged": read_blocks(caches, sources, **call)}
@@ -146,8 +141,8 @@ def function(impl: str, options: Options) -> Callable[..., dict[str, Array]]:
     return move
 
 
-def wanted(case: Case, options: Options, *, on_gpu: bool) -> dict[str, Wanted]:
-    """What `function` must return: numbers are moved, so exactly these."""
+def wanted(case: BlockCopyCase, options: Options, *, on_gpu: bool) -> dict[str, Wanted]:
+    """The results that `function` must return: numbers are moved, so exactly these."""
     caches = [cache.astype(np.float64) for cache in case.caches]
     dtype = case.staged.dtype
     read = np.stack([cache[case.sources] for cache in caches], axis=1)

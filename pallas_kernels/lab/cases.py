@@ -1,19 +1,17 @@
 """Random inputs for paged attention, with traps in all that must not be read."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import Literal, NamedTuple, get_args
 
 import numpy as np
 from numpy.typing import DTypeLike
 
 Tables = Literal["random", "permuted", "shared", "repeated"]
-# What stands in table entries beyond the context: both would be noticed if they were followed.
+# Table entries beyond the context: either would be noticed if it were followed.
 UNUSED_ENTRIES = (-1, 10**9)
 
 
-@dataclass(frozen=True)
-class Case:
+class AttentionCase(NamedTuple):
     """Inputs of `paged_prefill_attention`. Whatever must not be read is NaN or out of range."""
 
     q: np.ndarray  # [B, T, Hq, D]
@@ -22,22 +20,6 @@ class Case:
     tables: np.ndarray  # i32[B, M]
     context_lens: np.ndarray  # i32[B]
     query_starts: np.ndarray  # i32[B]
-
-    @property
-    def arrays(self) -> tuple[np.ndarray, ...]:
-        return (
-            self.q,
-            self.k_cache,
-            self.v_cache,
-            self.tables,
-            self.context_lens,
-            self.query_starts,
-        )
-
-    @property
-    def decode_arrays(self) -> tuple[np.ndarray, ...]:
-        """Of `paged_attention`: the first query of each row."""
-        return self.q[:, 0], self.k_cache, self.v_cache, self.tables, self.context_lens
 
 
 def make_case(
@@ -54,11 +36,11 @@ def make_case(
     dtype: DTypeLike = np.float32,
     spare_blocks: int = 3,
     tables: Tables = "random",
-) -> Case:
+) -> AttentionCase:
     """Tokens of all rows scattered over a pool of `B * max_blocks + spare_blocks` blocks.
 
-    Block 0 and all other blocks of no row and the slots beyond each context hold NaN; table entries
-    beyond it hold `UNUSED_ENTRIES`. `spare_blocks` is at least 1, for block 0. `query_starts`
+    Block 0, other blocks of no row and slots beyond a context hold NaN; table entries beyond a
+    context hold `UNUSED_ENTRIES`. `spare_blocks` is at least 1, for block 0. `query_starts`
     defaults to the end of the context: the last `num_queries` tokens are the queries. `tables`:
 
     random: every row has blocks of its own, from anywhere in the pool;
@@ -80,7 +62,7 @@ def make_case(
                 )
     if query_starts is None:
         query_starts = [context - num_queries for context in context_lens]
-    return Case(
+    return AttentionCase(
         rng.standard_normal((B, num_queries, num_heads, head_dim)).astype(dtype),
         k_cache,
         v_cache,

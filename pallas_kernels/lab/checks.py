@@ -20,7 +20,7 @@ from pallas_kernels.lab.wanted import compare
 from pallas_kernels.registry import Unsupported
 from pallas_kernels.targets import TARGETS
 
-# Of each op, the module that says what the lab must know of it; `attention` is the pattern.
+# Op -> the module that tells the lab about it; `attention` is the pattern.
 OPS = {
     "attention": "pallas_kernels.lab.attention",
     "kv_write": "pallas_kernels.lab.kv_write",
@@ -40,11 +40,11 @@ class CheckResult:
     verdict: Verdict
     reason: str = ""  # in one line
     details: str = ""  # a traceback
-    error: float | None = None  # of the entry that is furthest off, measured by its tolerance
+    error: float | None = None  # of the entry that is furthest off, relative to its tolerance
     tolerance: float | None = None
-    races: bool | None = None  # None: nobody looked
+    races: bool | None = None  # None: they were not looked for
     kernels: int | None = None  # Pallas kernels that the call starts
-    # Of these kernels, the largest; per thread, in bytes, in bytes.
+    # The largest of these kernels: per thread, in bytes, in bytes.
     registers: int | None = None
     spills: int | None = None
     shared_memory: int | None = None
@@ -77,7 +77,7 @@ def check_random_values(
 
 
 def check_values(impl: str, case: Any, options: Any, *, op: str = "attention") -> CheckResult:
-    """Run a case and compare it with float64; where it is interpreted, watch the interpreter."""
+    """Run a case and compare it with float64; watch the interpreter where it is used."""
     return _judge(lambda: _values(lab_of(op), impl, case, options))
 
 
@@ -149,7 +149,7 @@ def _judge(check: Callable[[], CheckResult]) -> CheckResult:
 
 
 def _cause(error: Exception) -> str:
-    """The error in a line; where its text is a traceback, as of a callback, what that ends in."""
+    """The error in a line; if its text is a traceback, as from a callback, the last error in it."""
     lines = re.findall(r"^\w+(?:Error|Exception): .+", str(error), flags=re.MULTILINE)
     return lines[-1] if lines else f"{type(error).__name__}: {_line(error)}"
 

@@ -1,4 +1,4 @@
-"""Pallas' GPU interpreter, watched for what a result does not show: races, reads out of bounds.
+"""Pallas' GPU interpreter, watched for faults that no result shows: races, reads out of bounds.
 
 All that is private to JAX, or differs between its versions, is in this file.
 """
@@ -18,7 +18,7 @@ OUT_OF_BOUNDS = "Out-of-bounds"
 
 
 class KernelFault(Exception):
-    """The interpreter saw a kernel do what it must not; says what."""
+    """A fault of a kernel that the interpreter saw; the text says which."""
 
 
 class Race(KernelFault):
@@ -26,11 +26,11 @@ class Race(KernelFault):
 
 
 class OutOfBounds(KernelFault):
-    """An access outside of an array, such as of a block that is none."""
+    """An access outside of an array, such as to a block that does not exist."""
 
 
 class Watched[Result](NamedTuple):
-    """What a call returned, and whether the interpreter looked for races in it."""
+    """The result of a call, and whether the interpreter looked for races in it."""
 
     result: Result
     looked_for_races: bool
@@ -70,10 +70,10 @@ _access = GPUSharedMemory.access
 
 
 def _access_in_bounds(memory: GPUSharedMemory, key: Any, transforms: Any) -> Any:
-    """What a load, store or copy touches of a buffer; raises where it reaches outside.
+    """The part of a buffer that a load, store or copy touches; raises where it reaches outside.
 
-    By itself the interpreter takes a negative index from the end, and zeros for what a copy reads
-    outside, as the TMA does; cp.async would read whatever is there.
+    By itself the interpreter counts a negative index from the end and reads zeros outside of a
+    buffer, as the TMA does; cp.async would read whatever is there.
     """
     access = _access(memory, key, transforms)
     shape = memory.buffer_shape_and_dtype(key).shape

@@ -1,7 +1,7 @@
 """The Pallas kernels in a module that JAX has lowered for CUDA.
 
 What this file knows of JAX's insides, the same in 0.11.2 and 0.12: the two custom calls, their
-configuration, and that a Mosaic kernel is in there as bytecode with one ``gpu.launch``.
+configuration, and that a Mosaic kernel is in there as bytecode with one `gpu.launch`.
 """
 
 import io
@@ -36,7 +36,7 @@ def find(lowered: Lowered) -> tuple[KernelCall, ...]:
 
 
 def rename(lowered: Lowered, prefix: str) -> tuple[str, ...]:
-    """Name the kernels of `find` ``prefix`` + their index, in place, and return these names."""
+    """Rename the kernels of `find`, in place, to `prefix` + their index; returns the names."""
     names = []
     for index, call in enumerate(_calls(lowered)):
         names.append(f"{prefix}{index}")
@@ -76,7 +76,7 @@ def _read(operation: Any) -> KernelCall:
         x, y, z = (ir.IntegerAttr(config[f"grid_{axis}"]).value for axis in "xyz")
         return KernelCall(ir.StringAttr(config["name"]).value, "triton", (x, y, z), None)
     kernel = _mosaic_module(config)
-    # The first of one: looking at the thousands of operations within takes seconds.
+    # There is one. To look on, at the thousands of operations within, would take seconds.
     launch = next(op for op in _walk(kernel.operation) if op.name.endswith("gpu.launch"))
     # A token to wait for, grid, threads, perhaps clusters, shared memory.
     _, x, y, z, *_, shared_memory = launch.operands
@@ -94,7 +94,7 @@ def _constant(value: Any) -> int:
 
 
 def _mosaic_module(config: dict[str, Any]) -> ir.Module:
-    """The kernel's module, in the versioned form in which it is kept."""
+    """The kernel's module, parsed from its versioned bytecode."""
     context = mlir.make_ir_context()
     mosaic_gpu.register_dialect(context)
     context.load_all_available_dialects()

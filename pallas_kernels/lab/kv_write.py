@@ -18,7 +18,7 @@ REGISTRY = IMPLEMENTATIONS
 
 @dataclass(frozen=True)
 class Spec:
-    """One shape. Of the tokens, `padded` go into the null block."""
+    """One shape; `padded` of the tokens go to the null block."""
 
     name: str
     dtype: str = "bfloat16"
@@ -38,7 +38,7 @@ class Spec:
         )
 
 
-class Case(NamedTuple):
+class KVWriteCase(NamedTuple):
     """Arguments of `write_kv`."""
 
     k_cache: np.ndarray  # [P, Hk, S, cache D]
@@ -69,7 +69,7 @@ COMPILE_SPECS = (
 )
 
 
-def make(spec: Spec, rng: np.random.Generator) -> Case:
+def make(spec: Spec, rng: np.random.Generator) -> KVWriteCase:
     """Random numbers and slots."""
     P, S = spec.num_blocks, spec.block_size
     heads, dtype = spec.num_kv_heads, jnp.dtype(spec.dtype)
@@ -79,7 +79,7 @@ def make(spec: Spec, rng: np.random.Generator) -> Case:
     k_cache, v_cache, k, v = (
         rng.standard_normal(shape).astype(dtype) for shape in (cache, cache, new, new)
     )
-    return Case(k_cache, v_cache, k, v, rng.permutation(slots).astype(np.int32))
+    return KVWriteCase(k_cache, v_cache, k, v, rng.permutation(slots).astype(np.int32))
 
 
 def value_options(impl: str, spec: Spec, *, interpret: bool) -> MoveOptions:
@@ -91,12 +91,12 @@ def compile_options(spec: Spec) -> MoveOptions:
     return MoveOptions()
 
 
-def arguments(impl: str, case: Case) -> tuple[np.ndarray, ...]:
+def arguments(impl: str, case: KVWriteCase) -> tuple[np.ndarray, ...]:
     return case
 
 
 def shapes(impl: str, spec: Spec) -> tuple[jax.ShapeDtypeStruct, ...]:
-    """`arguments` of a shape, without the arrays."""
+    """The shapes and dtypes of `arguments`."""
     dtype, heads, N = jnp.dtype(spec.dtype), spec.num_kv_heads, spec.num_tokens
     cache = jax.ShapeDtypeStruct(
         (spec.num_blocks, heads, spec.block_size, spec.cache_head_size), dtype
@@ -106,7 +106,7 @@ def shapes(impl: str, spec: Spec) -> tuple[jax.ShapeDtypeStruct, ...]:
 
 
 def function(impl: str, options: MoveOptions) -> Callable[..., dict[str, Array]]:
-    """Of `arguments`; returns the results by name, but the null block, which may hold anything."""
+    """The call; it returns results by name, without the null block, which may hold anything."""
 
     def write(*arguments: Array) -> dict[str, Array]:
         k_cache, v_cache = write_kv(
@@ -117,8 +117,8 @@ def function(impl: str, options: MoveOptions) -> Callable[..., dict[str, Array]]
     return write
 
 
-def wanted(case: Case, options: MoveOptions, *, on_gpu: bool) -> dict[str, Wanted]:
-    """What `function` must return: numbers are moved, so exactly these."""
+def wanted(case: KVWriteCase, options: MoveOptions, *, on_gpu: bool) -> dict[str, Wanted]:
+    """The results that `function` must return: numbers are moved, so exactly these."""
 
     def written(cache: np.ndarray, new: np.ndarray) -> Wanted:
         S, D = cache.shape[2], new.shape[2]

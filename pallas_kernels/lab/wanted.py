@@ -1,4 +1,4 @@
-"""Comparing a result with what must come out, entry by entry."""
+"""Comparing a result with the result that is wanted, entry by entry."""
 
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -8,7 +8,7 @@ import numpy as np
 
 @dataclass(frozen=True)
 class Wanted:
-    """A result in float64, how far each of its entries may be off, and its dtype."""
+    """A result in float64, how far each entry may be off, and the dtype that is wanted."""
 
     value: np.ndarray
     bound: np.ndarray | float  # >= 0
@@ -16,16 +16,16 @@ class Wanted:
 
 
 class Difference(NamedTuple):
-    """Of the entry that is furthest off, measured by its bound."""
+    """The entry that is furthest off, relative to its bound."""
 
     excess: float  # error / bound: above 1 is a fault
-    error: float | None  # None: no figure, as where a NaN stands
+    error: float | None  # None: not finite, as for a NaN
     bound: float | None
     fault: str = ""  # in words
 
 
 def compare(name: str, actual: np.ndarray, wanted: Wanted) -> Difference:
-    """Compare a result with what is wanted. NaN and infinity must stand where they are wanted."""
+    """Compare a result with the wanted one. NaN and infinity must stand where they are wanted."""
     if actual.shape != wanted.value.shape or actual.dtype != wanted.dtype:
         found, due = (
             f"{x.dtype}{list(y.shape)}" for x, y in ((actual, actual), (wanted, wanted.value))

@@ -20,14 +20,14 @@ from dataclasses import dataclass
 from multiprocessing.connection import Connection, Pipe
 from typing import Any, Literal
 
-# For a process to start and import JAX; on a machine with more to do that takes a while.
+# A process starts and imports JAX in this time, on a busy machine too.
 START_TIMEOUT_S = 120.0
 CRASH_LINES = 5
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a call ended. A value it returned, or what is known of why there is none."""
+    """How a call ended: the value it returned, or the reason why there is none."""
 
     status: Literal["returned", "raised", "hung", "crashed"]
     value: Any = None
@@ -51,7 +51,7 @@ class Worker:
         self.close()
 
     def call(self, function: str, args: tuple[Any, ...], timeout_s: float) -> Outcome:
-        """Call ``"package.module:name"`` with `args`; these and what it returns are pickled.
+        """Call `"package.module:name"` with `args`; arguments and result are pickled.
 
         `timeout_s` is for the call alone: the process has imported JAX before.
         """
@@ -105,13 +105,13 @@ class Worker:
         return Outcome("crashed", reason=reason, details=last_lines, seconds=seconds)
 
     def kill(self) -> None:
-        """Stop the process, whatever it is doing, and all that it started."""
+        """Stop the process, whatever it is doing, with all processes that it started."""
         if self._process is not None:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self._process.pid, signal.SIGKILL)
 
     def close(self) -> None:
-        """Stop the process and free what belonged to it; the next call starts another."""
+        """Stop the process and free its resources; the next call starts another."""
         if self._process is None:
             return
         self.kill()
@@ -160,7 +160,7 @@ def run_all(
             if isinstance(outcome, BaseException):
                 raise outcome
             yield index, outcome
-    finally:  # early, perhaps: nothing new begins, and what runs is stopped
+    finally:  # perhaps early: no further call begins, and running calls are stopped
         with contextlib.suppress(queue.Empty):
             while True:
                 todo.get_nowait()
@@ -171,10 +171,10 @@ def run_all(
 
 
 def _serve(connection: Connection) -> None:
-    """In the worker's process: answer calls until the other side is gone."""
+    """Answer calls, in the worker's process, until the other side is gone."""
     parent = os.getppid()
 
-    def watch_parent() -> None:  # a call that hangs does not outlive who asked for it
+    def watch_parent() -> None:  # a call that hangs ends with the process that asked for it
         while os.getppid() == parent:
             time.sleep(1)
         os.killpg(0, signal.SIGKILL)

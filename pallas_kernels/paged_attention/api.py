@@ -1,9 +1,9 @@
 """The public entry: choose an implementation by name and call it.
 
-To add a kernel, write a file with an ``attend`` of `reference`'s signature and name it in
+To add a kernel, write a file with an `attend` of `reference`'s signature and name it in
 `IMPLEMENTATIONS`; tests, checks and benchmarks then run on it by that name. Two more functions of
-the file are optional: ``refusal(call)`` says why it cannot do a `Call`, and
-``cache_head_size(head_size)`` how wide the cache must be for a model's head size.
+the file are optional: `refusal(call)` says why it cannot do a `Call`, and
+`cache_head_size(head_size)` how wide the cache must be for a model's head size.
 """
 
 import dataclasses
@@ -26,7 +26,7 @@ IMPLEMENTATIONS = Registry(
         "xla": "pallas_kernels.paged_attention.xla",
         "gather_sdpa": "pallas_kernels.paged_attention.gather_sdpa",
         "triton": "pallas_kernels.paged_attention.triton",
-        "mosaic_gpu": "pallas_kernels.paged_attention.mosaic_gpu.api",
+        "mosaic_gpu": "pallas_kernels.paged_attention.mosaic_gpu",
         "mosaic_gpu_wgmma": "pallas_kernels.paged_attention.mosaic_gpu.wgmma",
     },
 )
@@ -38,10 +38,10 @@ AUTO_PREFILL = ("mosaic_gpu", "triton")
 
 
 class Choice(NamedTuple):
-    """What "auto" stands for in a call."""
+    """The implementation that "auto" stands for in a call."""
 
     impl: str
-    refusals: dict[str, str]  # of those it tried before: name -> why not
+    refusals: dict[str, str]  # name -> reason, for each kernel that was tried before
 
     def __str__(self) -> str:
         reasons = "".join(f"; {name}: {reason}" for name, reason in self.refusals.items())
@@ -55,12 +55,12 @@ def refusal(impl: str, call: Call) -> str | None:
 
 
 def choose(call: Call, *, widen: bool = False) -> Choice:
-    """What ``impl="auto"`` picks for a call, and why nothing before it.
+    """The implementation that `impl="auto"` picks for a call, and why it picks none before it.
 
-    With ``widen`` there is no cache yet: the call's head size is the model's, and the cache will be
-    as wide as what is picked wants it (`cache_head_size`).
+    With `widen` there is no cache yet: the call's head size is the model's, and the cache will be
+    as wide as the picked implementation wants it (`cache_head_size`).
 
-    ValueError for a call with tuning parameters, which are those of one implementation.
+    ValueError for a call with tuning parameters, which belong to one implementation.
     """
     if call.options.tuning is not None:
         raise ValueError(
@@ -69,7 +69,7 @@ def choose(call: Call, *, widen: bool = False) -> Choice:
     has_gpu = call.target is not None or call.options.interpret
     refusals: dict[str, str] = {}
     for name in AUTO_DECODE if call.num_queries == 1 else AUTO_PREFILL:
-        # Without a GPU none is asked: to import them takes a second.
+        # Without a GPU no kernel is asked: to import them takes a second.
         reason = _refusal(name, call, widen) if has_gpu else "it needs an NVIDIA GPU"
         if reason is None:
             return Choice(name, refusals)
@@ -78,7 +78,7 @@ def choose(call: Call, *, widen: bool = False) -> Choice:
 
 
 def resolve(impl: str, call: Call, *, widen: bool = False) -> str:
-    """The implementation that does the call: ``impl``, or what "auto" picks; ``widen`` as there.
+    """The implementation that does the call: `impl`, or what "auto" picks; `widen` as in `choose`.
 
     ValueError for an unknown name, `Unsupported` for one that refuses.
     """
@@ -96,7 +96,7 @@ def _refusal(impl: str, call: Call, widen: bool) -> str | None:
 
 
 def cache_head_size(impl: str, head_size: int) -> int:
-    """How wide the cache must be for ``impl`` (not "auto"); lanes past the head size are zero."""
+    """How wide the cache must be for `impl` (not "auto"); lanes past the head size are zero."""
     widen = getattr(IMPLEMENTATIONS.module(impl), "cache_head_size", None)
     return head_size if widen is None else widen(head_size)
 
@@ -119,15 +119,15 @@ def paged_prefill_attention(
 ) -> AttentionResult:
     """Causal attention of rows of T queries to what their block tables hold.
 
-    q ``[B, T, Hq, D]``; caches ``[P, Hk, S, D]``, into which the queries' own keys and values have
-    been written; block_tables ``i32[B, M]``; context_lens ``i32[B]``, the row's tokens in the
-    cache, its own queries included; query_starts ``i32[B]``, the position of its first query.
-    Query t of row b sees positions up to ``query_starts[b] + t``, and below ``context_lens[b]``.
+    q `[B, T, Hq, D]`; caches `[P, Hk, S, D]`, into which the queries' own keys and values have
+    been written; block_tables `i32[B, M]`; context_lens `i32[B]`, the row's tokens in the
+    cache, its own queries included; query_starts `i32[B]`, the position of its first query.
+    Query t of row b sees positions up to `query_starts[b] + t`, and below `context_lens[b]`.
     The caches may be wider than q (`cache_head_size`): zero in the lanes beyond its head size.
 
     Table entries beyond the context may hold anything and are never followed; unused slots may
     hold NaN. Softmax statistics are float32. `AttentionOptions` has the options. ValueError for
-    shapes that do not fit, `Unsupported` for what ``impl`` refuses.
+    shapes that do not fit, `Unsupported` for what `impl` refuses.
     """
     check_call(q, k_cache, v_cache, block_tables, context_lens, query_starts)
     options = AttentionOptions(scale, soft_cap, sliding_window, interpret, detect_races, tuning)
@@ -159,21 +159,17 @@ def paged_attention(
 ) -> Array | tuple[Array, Array, Array]:
     """PagedAttention for decoding (paper section 4.1, equation 4): one query per sequence.
 
-    q ``[B, Hq, D]``, at position ``context_lens - 1``; the rest as in `paged_prefill_attention`.
+    q `[B, Hq, D]`, at position `context_lens - 1`; the rest as in `paged_prefill_attention`.
     A context of length 0 gives zeros.
 
-    Returns ``[B, Hq, D]``; with ``return_residuals`` also the largest score and the log-sum-exp of
-    the scores, both ``f32[B, Hq]``.
+    Returns `[B, Hq, D]`; with `return_residuals` also the largest score and the log-sum-exp of
+    the scores, both `f32[B, Hq]`.
     """
     if q.ndim != 3:
         raise ValueError(f"q must have 3 axes [B, Hq, D], got shape {q.shape}")
+    inputs = (q[:, None], k_cache, v_cache, block_tables, context_lens, context_lens - 1)
     result = paged_prefill_attention(
-        q[:, None],
-        k_cache,
-        v_cache,
-        block_tables,
-        context_lens,
-        context_lens - 1,
+        *inputs,
         scale=scale,
         soft_cap=soft_cap,
         sliding_window=sliding_window,

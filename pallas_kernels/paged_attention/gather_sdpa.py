@@ -1,8 +1,8 @@
 """Paged attention by gathering the blocks for `jax.nn.dot_product_attention`, cuDNN's on a GPU.
 
-Meant for prefill, where many queries share the cost of the gathered copy. That holds all that a
-row's table can hold, however short its context, and so does the mask, in cuDNN a bias of q's dtype.
-There what a query does not see is hidden by lowering its score, in float16 by no more than 32768.
+It is meant for prefill, where many queries share the cost of the gathered copy. The copy is as long
+as a row's table, however short the context, and so is the mask. In cuDNN the mask is a bias of q's
+dtype: it lowers the score of a key that a query does not see, in float16 by no more than 32768.
 """
 
 import jax
@@ -78,10 +78,7 @@ def attend(
     except RuntimeError as error:  # no cuDNN, or one that cannot do this on the device
         raise Unsupported(f"attention 'gather_sdpa' cannot do this: {error}") from error
     scores = options.scale * jnp.einsum(
-        "bthgd,bshd->bthgs",
-        q.reshape(B, T, Hk, Hq // Hk, D),
-        k,
-        preferred_element_type=jnp.float32,
+        "bthgd,bshd->bthgs", q.reshape(B, T, Hk, Hq // Hk, D), k, preferred_element_type=jnp.float32
     )
     scores = jnp.where(is_visible[:, :, None, None], scores, -jnp.inf).reshape(B, T, Hq, M * S)
     sees_any = jnp.any(is_visible, axis=-1)[..., None, None]

@@ -1,4 +1,4 @@
-"""What every implementation computes: the checks of shapes and the options of a call."""
+"""A call of paged attention: its options, its shapes and their checks, its result."""
 
 import math
 from collections.abc import Hashable
@@ -16,8 +16,8 @@ class AttentionOptions:
     """Static choices of a call.
 
     scale: factor on the scores q.k, usually head_dim ** -0.5.
-    soft_cap: scores become ``soft_cap * tanh(score / soft_cap)``; None: off.
-    sliding_window: a token sees itself and the ``sliding_window - 1`` tokens before it; None: all.
+    soft_cap: scores become `soft_cap * tanh(score / soft_cap)`; None: off.
+    sliding_window: a token sees itself and the `sliding_window - 1` tokens before it; None: all.
     interpret: run a Pallas kernel in Pallas' interpreter, which needs no GPU and is slow.
     detect_races: the interpreter also looks for races; it raises or reports what it finds. It can
         for Mosaic GPU kernels alone: in a Triton kernel, copies and barriers are the compiler's.
@@ -42,9 +42,9 @@ class AttentionOptions:
 
 @dataclass(frozen=True)
 class Call:
-    """All that is known of a call when it is traced: what an implementation may refuse.
+    """A call, as it is known when it is traced; an implementation may refuse it.
 
-    q ``[B, T, Hq, D]``, caches ``[P, Hk, S, D]``, block_tables ``[B, M]``.
+    q `[B, T, Hq, D]`, caches `[P, Hk, S, D]`, block_tables `[B, M]`.
     """
 
     batch: int  # B
@@ -81,8 +81,8 @@ def check_call(
 ) -> None:
     """Raise ValueError for shapes or dtypes that no implementation takes.
 
-    q ``[B, T, Hq, D]``, caches ``[P, Hk, S, D or wider]``, block_tables ``i32[B, M]``, context_lens
-    and query_starts ``i32[B]``.
+    q `[B, T, Hq, D]`, caches `[P, Hk, S, D or wider]`, block_tables `i32[B, M]`, context_lens
+    and query_starts `i32[B]`.
     """
     shapes = {
         "q": (q, 4),

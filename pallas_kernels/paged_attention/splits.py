@@ -14,9 +14,9 @@ LOWEST = -1e38
 def combine_splits(out: Array, top: Array, total: Array, dtype: DTypeLike) -> AttentionResult:
     """The result of N splits, all float32, each about its share of the keys.
 
-    out ``[N, B, T, Hq, D]``: sum of exp(score - top) * value; top ``[N, B, T, Hq]``: largest score,
-    `LOWEST` or less where the query sees nothing of the share; total ``[N, B, T, Hq]``: sum of
-    exp(score - top), 0 there. The result's ``out`` has the given dtype.
+    out `[N, B, T, Hq, D]`: sum of exp(score - top) * value; top `[N, B, T, Hq]`: largest score,
+    `LOWEST` or less where the query sees nothing of the share; total `[N, B, T, Hq]`: sum of
+    exp(score - top), 0 there. The result's `out` has the given dtype.
     """
     largest = jnp.maximum(jnp.max(top, axis=0), LOWEST)
     share = jnp.exp(top - largest)  # [N, B, T, Hq]
@@ -33,7 +33,7 @@ def combine_splits(out: Array, top: Array, total: Array, dtype: DTypeLike) -> At
 def combine_finished(out: Array, top: Array, lse: Array, dtype: DTypeLike) -> AttentionResult:
     """The result of N splits, each finished: its output is a mean of the values of its share.
 
-    out ``[..., N, D]`` of any float dtype; top and lse ``f32[..., N]``, `LOWEST` or a share of it
+    out `[..., N, D]` of any float dtype; top and lse `f32[..., N]`, `LOWEST` or a share of it
     where the query sees nothing of the share, and out is 0. Only what the caller uses is computed;
     the output by one kernel, as this is how XLA recognizes it.
     """

@@ -1,4 +1,4 @@
-"""Paged attention in Pallas Triton: the fallback for what Mosaic GPU rejects.
+"""Paged attention in Pallas Triton: the fallback for calls that Mosaic GPU rejects.
 
 Blocks of any size, 1 and 12 included, float32, and head sizes that are no power of two: every token
 of a tile finds its block by itself, so a tile may span blocks or end within one. JAX has deprecated
@@ -25,7 +25,7 @@ from pallas_kernels.targets import TARGETS, current
 
 DTYPES = ("bfloat16", "float16", "float32")
 MAX_HEAD_SIZE = 256
-# Of the rule for tuning: a tile of keys, and the fewest tokens that are worth a share of their own.
+# For the rule of tuning: bytes of a tile of keys, and the fewest tokens that are worth a split.
 TILE_BYTES = 16 << 10
 SHARE_TOKENS = 512
 
@@ -36,11 +36,11 @@ def _is_power_of_two(n: int) -> bool:
 
 @dataclass(frozen=True)
 class TritonTuning:
-    """Sizes of a program's work. ValueError for those that Triton cannot do.
+    """Sizes of a program's work. ValueError for sizes that Triton cannot do.
 
     block_kv: tokens of a tile of keys and values.
-    block_rows: query rows of a program: queries times query heads for each KV head.
-    num_splits: programs among which what a tile of query rows sees is shared out.
+    block_rows: query rows of a program: queries times query heads per KV head.
+    num_splits: programs that share the context of a tile of query rows.
     num_warps: warps of a program.
     num_stages: tiles in flight, the one in use included.
     """
@@ -64,7 +64,7 @@ class TritonTuning:
 
 
 def default_tuning(call: Call) -> TritonTuning:
-    """By rule: what fits the registers of every GPU, and shares only as far as they occupy it."""
+    """A tuning by rule: tiles fit the registers of every GPU, and splits just occupy it."""
     rows = call.num_queries * (call.num_heads // call.num_kv_heads)
     # Products of float32 have no tensor cores; their factors fill the registers.
     most_rows = 16 if call.dtype == jnp.float32 else 64

@@ -15,14 +15,13 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from pallas_kernels.paged_attention.spec import AttentionOptions, AttentionResult, Call
+from pallas_kernels.paged_attention.splits import LOWEST
 
 CHUNK_TOKENS = 128
-# Keys and values that a turn of the loop gathers: what a CPU's caches hold, or enough to occupy a
-# GPU. Smaller tiles pay more for starting each operation.
+# Keys and values that a turn of the loop gathers: as much as a CPU's caches hold, or enough to
+# occupy a GPU. Smaller tiles pay more for starting each operation.
 TILE_BYTES = {"cpu": 3 << 20}
 DEFAULT_TILE_BYTES = 32 << 20
-# Stands for minus infinity where two are subtracted; below any score.
-LOWEST = -1e38
 
 
 def refusal(call: Call) -> str | None:
@@ -97,8 +96,8 @@ def attend(
             scores = options.soft_cap * jnp.tanh(scores / options.soft_cap)
         scores = jnp.where(visible[:, None], scores, -jnp.inf)
 
-        # Of each row: the largest score so far, and by how much what was summed up shrinks. Chunks
-        # are scattered to their rows, so that a NaN stays in its own.
+        # For each row: the largest score so far, and the factor by which its sums shrink. Chunks
+        # are scattered to their rows, so that a NaN stays in its own row.
         new_top = top.at[row].max(jnp.max(scores, axis=-1))  # [B, Hk, T * G]
         shrink = jnp.exp(top - new_top)
         weights = jnp.exp(scores - new_top[row][..., None])

@@ -14,7 +14,6 @@ from jax.experimental.pallas import triton as plt
 
 from pallas_kernels import targets
 from pallas_kernels.lab import aot, ptx
-from pallas_kernels.lab.occupancy import occupancy
 from pallas_kernels.targets import TARGETS
 from tests.compiler import needs_compiler
 
@@ -245,5 +244,5 @@ def test_instructions_are_told_apart():
     ],
 )
 def test_occupancy(target, registers, threads, shared_memory, programs, limited_by, threads_used):
-    found = occupancy(target, registers, threads, shared_memory)
+    found = targets.occupancy(target, registers, threads, shared_memory)
     assert found == (programs, limited_by, threads_used)

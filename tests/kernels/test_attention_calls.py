@@ -5,14 +5,14 @@ import pytest
 
 from pallas_kernels.lab.cases import make_case
 from pallas_kernels.paged_attention import paged_attention, paged_prefill_attention
-from tests.kernels.attention_checks import SCALE
+from tests.kernels.attention_checks import SCALE, decode_arrays
 
 
 def wrong(name: str, replacement: np.ndarray) -> tuple[np.ndarray, ...]:
     """Good arguments of `paged_prefill_attention` but one."""
     case = make_case(np.random.default_rng(0), [3, 4], block_size=4, max_blocks=2)
     names = ("q", "k_cache", "v_cache", "block_tables", "context_lens", "query_starts")
-    arguments = dict(zip(names, case.arrays, strict=True))
+    arguments = dict(zip(names, case, strict=True))
     return tuple((arguments | {name: replacement}).values())
 
 
@@ -57,4 +57,4 @@ def test_decode_refuses_queries_with_an_axis_too_many():
 def test_options_that_mean_nothing_are_refused(options, message):
     case = make_case(np.random.default_rng(0), [3, 4], block_size=4, max_blocks=2)
     with pytest.raises(ValueError, match=message):
-        paged_attention(*case.decode_arrays, **{"scale": SCALE} | options)
+        paged_attention(*decode_arrays(case), **{"scale": SCALE} | options)

@@ -1,4 +1,4 @@
-"""Which implementation of attention does a call, and what is said of those that do not."""
+"""The implementation of attention that does a call, and the reasons why others do not."""
 
 import jax
 import jax.numpy as jnp

@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pallas_kernels.lab.cases import Case, make_case
-from pallas_kernels.lab.float64 import expected
+from pallas_kernels.lab.cases import AttentionCase, make_case
+from pallas_kernels.lab.float64 import attended
 from tests.kernels.attention_checks import (
     ANYWHERE,
     SCALE,
@@ -98,7 +98,7 @@ def test_narrow_types_keep_float32_statistics(impl, dtype, tolerance):
     out, top, lse = check(impl, case, decode=True, tolerance=tolerance)
     assert out.dtype == dtype
     assert top.dtype == lse.dtype == jnp.float32
-    _, wanted_top, wanted_lse = expected(case, scale=SCALE)
+    _, wanted_top, wanted_lse = attended(case, scale=SCALE)[:3]
     np.testing.assert_allclose(top, wanted_top, rtol=2e-5, atol=2e-5)
     np.testing.assert_allclose(lse, wanted_lse, rtol=2e-4, atol=2e-4)
 
@@ -106,14 +106,14 @@ def test_narrow_types_keep_float32_statistics(impl, dtype, tolerance):
 @anywhere
 def test_large_scores_do_not_overflow(impl):
     case = standard_case(6)
-    check(impl, Case(case.q * 300, case.k_cache * 300, *case.arrays[2:]), decode=True)
+    check(impl, AttentionCase(case.q * 300, case.k_cache * 300, *case[2:]), decode=True)
 
 
 @anywhere
 def test_equal_scores_of_minus_a_million_are_not_mistaken_for_masked(impl):
     case = standard_case(7)
     k_cache = np.where(np.isnan(case.k_cache), case.k_cache, np.float32(-1e6))
-    check(impl, Case(np.abs(case.q), k_cache, *case.arrays[2:]), decode=True)
+    check(impl, AttentionCase(np.abs(case.q), k_cache, *case[2:]), decode=True)
 
 
 @anywhere
@@ -161,7 +161,7 @@ def test_xla_results_are_bitwise_the_same_for_block_sizes_that_divide_its_chunk(
             case.k_cache[blocks, :, at % S] = keys[row, :context]
             case.v_cache[blocks, :, at % S] = values[row, :context]
         attend = jitted("xla", sliding_window=sliding_window)
-        results.append(attend(q, *case.arrays[1:]))
+        results.append(attend(q, *case[1:]))
     for other in results[1:]:
         for x, y in zip(results[0], other, strict=True):
             np.testing.assert_array_equal(x, y)

@@ -12,8 +12,8 @@ import jax
 import pytest
 
 from experiments.kernels import autotune as search
+from pallas_kernels.paged_attention.mosaic_gpu.tuning import Tuning
 from pallas_kernels.paged_attention.triton import TritonTuning
-from pallas_kernels.paged_attention.tuning import Tuning
 
 ROOT = Path(__file__).parents[2]
 START = Tuning(block_kv=64, kv_heads=1, num_stages=2, query_columns=8, num_splits=1)

@@ -1,4 +1,4 @@
-"""Moving blocks of all layers: what is touched, by every implementation."""
+"""Moving blocks of all layers: which blocks every implementation touches."""
 
 import re
 

@@ -52,7 +52,7 @@ class Shape:
 
 
 def call(impl: str, shape: Shape) -> tuple[partial, list[jax.ShapeDtypeStruct]]:
-    """The function to compile and what it is called with."""
+    """The function to compile, and its arguments."""
     (heads, kv_heads), (soft_cap, sliding_window) = shape.heads, shape.options
     dtype, B, M = jnp.dtype(shape.dtype), shape.batch, shape.max_blocks
     cache = (B * M + 1, kv_heads, shape.block_size, cache_head_size(impl, shape.head_size))
@@ -131,7 +131,7 @@ MODELS = {
     "2**33 elements": Shape((32, 8), batch=256, max_blocks=2048),
     "prefill": Shape((32, 8), num_queries=512, batch=4, max_blocks=256),
 }
-# Of one thread, for any GPU. 128 leave room for 4 programs on a core, 168 for 3, 255 for 2.
+# Registers of a thread, for any GPU: 128 leave room for 4 programs on a core, 168 for 3, 255 for 2.
 REGISTERS = {
     "mosaic_gpu": dict.fromkeys(MODELS, 128)
     | {"SmolLM2": 224, "Gemma-2-9B": 168, "MQA": 168, "prefill": 208},

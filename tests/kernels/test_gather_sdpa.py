@@ -1,4 +1,4 @@
-"""Gathered blocks under JAX's attention: cuDNN on a GPU, and what it refuses there."""
+"""Gathered blocks under JAX's attention: cuDNN on a GPU, and the calls it refuses there."""
 
 import jax
 import jax.numpy as jnp
@@ -71,7 +71,7 @@ def arrays(dtype):
     case = make_case(
         np.random.default_rng(0), [40, 9], block_size=4, max_blocks=10, num_queries=2, dtype=dtype
     )
-    return [jnp.asarray(x) for x in case.arrays]
+    return [jnp.asarray(x) for x in case]
 
 
 @pytest.mark.parametrize("target", [None, "H200"])

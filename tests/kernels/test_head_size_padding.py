@@ -4,17 +4,17 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from pallas_kernels.lab.cases import Case, make_case
-from pallas_kernels.lab.float64 import expected
+from pallas_kernels.lab.cases import AttentionCase, make_case
+from pallas_kernels.lab.float64 import attended
 from pallas_kernels.paged_attention import IMPLEMENTATIONS, cache_head_size
 from tests.kernels.attention_checks import jitted
 
 
-def padded(case: Case, width: int) -> Case:
+def padded(case: AttentionCase, width: int) -> AttentionCase:
     """The case over a cache of `width` lanes, zero beyond its head size."""
     pad = ((0, 0), (0, 0), (0, 0), (0, width - case.q.shape[-1]))
     k_cache, v_cache = (np.pad(cache, pad) for cache in (case.k_cache, case.v_cache))
-    return Case(case.q, k_cache, v_cache, *case.arrays[3:])
+    return AttentionCase(case.q, k_cache, v_cache, *case[3:])
 
 
 @pytest.mark.parametrize("num_queries", [1, 3])
@@ -32,8 +32,8 @@ def test_a_cache_of_128_lanes_serves_smaller_heads(impl, head_size, num_queries)
     )
     scale = head_size**-0.5
     attend = jitted(impl, scale=scale, interpret=True)
-    results = attend(*padded(case, 128).arrays)
-    for actual, wanted in zip(results, expected(case, scale=scale), strict=True):
+    results = attend(*padded(case, 128))
+    for actual, wanted in zip(results, attended(case, scale=scale)[:3], strict=True):
         np.testing.assert_allclose(np.asarray(actual, np.float64), wanted, rtol=2e-2, atol=2e-2)
 
 

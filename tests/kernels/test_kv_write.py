@@ -1,4 +1,4 @@
-"""Writing keys and values into their slots: what is touched, by every implementation."""
+"""Writing keys and values into their slots: which slots every implementation touches."""
 
 import re
 
@@ -63,7 +63,7 @@ def test_padded_tokens_meet_in_the_null_block(impl):
 
 @pytest.mark.parametrize("impl", IMPLEMENTATIONS)
 def test_one_token_of_another_dtype_and_a_narrower_head(impl):
-    """What a cache that is padded and of a smaller type gets: zeros in the lanes beyond."""
+    """The contents of a padded cache of a smaller type: zeros in the lanes beyond the head."""
     rng = np.random.default_rng(2)
     caches = [np.full((3, 2, 8, 128), np.nan, jnp.bfloat16) for _ in "kv"]
     new = [random(rng, (1, 2, 96), "float32") for _ in "kv"]

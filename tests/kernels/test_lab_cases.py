@@ -10,21 +10,20 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pallas_kernels.lab import attention
-from pallas_kernels.lab.cases import UNUSED_ENTRIES, Case, Tables, make_case
-from pallas_kernels.lab.float64 import attended, expected
-from pallas_kernels.lab.tolerances import bounds
+from pallas_kernels.lab.cases import UNUSED_ENTRIES, AttentionCase, Tables, make_case
+from pallas_kernels.lab.float64 import attended, bounds
 from pallas_kernels.lab.wanted import Wanted, compare
 
 CONTEXTS = [0, 1, 8, 30, 40]
 every_kind_of_table = pytest.mark.parametrize("tables", get_args(Tables))
 
 
-def small_case(seed: int = 0, **options) -> Case:
+def small_case(seed: int = 0, **options) -> AttentionCase:
     options = {"block_size": 8, "max_blocks": 5} | options
     return make_case(np.random.default_rng(seed), CONTEXTS, **options)
 
 
-def used_entries(case: Case) -> np.ndarray:
+def used_entries(case: AttentionCase) -> np.ndarray:
     """Which entries of the tables name a block, bool[B, M]."""
     S, M = case.k_cache.shape[2], case.tables.shape[1]
     return np.arange(M) * S < case.context_lens[:, None]
@@ -83,7 +82,7 @@ def test_every_value_case_has_an_empty_context_one_token_a_full_block_and_a_full
 def test_fresh_seeds_give_fresh_cases():
     spec = attention.VALUE_SPECS[0]
     first, same, other = (attention.make(spec, np.random.default_rng(n)) for n in (1, 1, 2))
-    for a, b in zip(first.arrays, same.arrays, strict=True):
+    for a, b in zip(first, same, strict=True):
         np.testing.assert_array_equal(a.astype(np.float64), b.astype(np.float64))
     assert (first.q != other.q).any()
     assert set(first.context_lens) != set(other.context_lens)
@@ -112,14 +111,14 @@ def by_definition(case, row, query, head, scale, soft_cap, window):
 def test_the_reference_is_attention_by_its_definition(soft_cap, sliding_window):
     starts = [0, 0, 3, 27, 10]
     case = small_case(num_queries=3, query_starts=starts, dtype=np.float64, num_heads=6)
-    out, top, lse = expected(case, scale=0.3, soft_cap=soft_cap, sliding_window=sliding_window)
+    out, top, lse = attended(case, scale=0.3, soft_cap=soft_cap, sliding_window=sliding_window)[:3]
     for at in np.ndindex(top.shape):
         wanted = by_definition(case, *at, 0.3, soft_cap, sliding_window)
         for actual, value in zip((out[at], top[at], lse[at]), wanted, strict=True):
             np.testing.assert_allclose(actual, value, rtol=1e-12, atol=1e-12)
 
 
-def rounded_attention(case: Case, scale: float) -> list[np.ndarray]:
+def rounded_attention(case: AttentionCase, scale: float) -> list[np.ndarray]:
     """Attention as a kernel does it: float32 sums, weights rounded, then the output."""
     B, T, Hq, D = case.q.shape
     _, Hk, S, _ = case.k_cache.shape
@@ -150,13 +149,13 @@ def rounded_attention(case: Case, scale: float) -> list[np.ndarray]:
 )
 def test_rounding_stays_within_the_bounds_and_a_fault_does_not(seed, dtype, size):
     case = small_case(seed, dtype=dtype, head_dim=64)
-    case = Case((case.q * dtype(size)).astype(dtype), *case.arrays[1:])
+    case = AttentionCase((case.q * dtype(size)).astype(dtype), *case[1:])
     result = attended(case, scale=0.125)
     limits = bounds(result, dtype, largest_value=6.0)
     rounded = rounded_attention(case, 0.125)
     # A kernel that leaves out the last of 30 or 40 tokens is found out in every dtype.
     lens = case.context_lens - (case.context_lens > 8)
-    short = Case(*case.arrays[:4], lens.astype(np.int32), case.query_starts)
+    short = AttentionCase(*case[:4], lens.astype(np.int32), case.query_starts)
     faulty = rounded_attention(short, 0.125)
     for name, good, bad, value, limit in zip(
         limits._fields, rounded, faulty, result[:3], limits, strict=True

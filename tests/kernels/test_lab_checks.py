@@ -1,4 +1,4 @@
-"""Verdicts of the lab: what it says of kernels that are right, wrong, and worse."""
+"""Verdicts of the lab on kernels that are right, wrong, and worse."""
 
 import dataclasses
 import re
@@ -19,6 +19,7 @@ from pallas_kernels.paged_attention import AttentionOptions
 from tests.compiler import needs_compiler
 from tests.kernels.toys.gather import gathered
 
+TOYS = "tests.kernels.toys"
 SMALL = attention.Spec("small", batch=4, num_heads=4, head_size=64, max_blocks=3)
 
 
@@ -70,10 +71,10 @@ def test_the_same_seed_gives_the_same_error():
 @pytest.mark.parametrize(
     ("impl", "verdict", "reason"),
     [
-        ("toys.forgetful", "wrong", r"out\[.*\] is .*, must be .* entries are wrong; max\["),
-        ("toys.refusing", "refused", r"^heads of 64 are out of fashion$"),
-        ("toys.racing", "race", r"a read at .*gather.py:\d+"),
-        ("toys.no_such", "failed", r"No module named 'toys.no_such'"),
+        (f"{TOYS}.forgetful", "wrong", r"out\[.*\] is .*, must be .* entries are wrong; max\["),
+        (f"{TOYS}.refusing", "refused", r"^heads of 64 are out of fashion$"),
+        (f"{TOYS}.racing", "race", r"a read at .*gather.py:\d+"),
+        (f"{TOYS}.no_such", "failed", rf"No module named '{TOYS}.no_such'"),
     ],
 )
 def test_faulty_attention_gets_its_verdict(impl, verdict, reason):
@@ -88,7 +89,7 @@ def test_a_case_of_ones_own_is_checked_with_its_options():
     case = attention.make(SMALL, np.random.default_rng(0))
     good = AttentionOptions(0.125, sliding_window=5)
     assert check_values("xla", case, good).verdict == "pass"
-    assert check_values("toys.forgetful", case, good).verdict == "wrong"
+    assert check_values(f"{TOYS}.forgetful", case, good).verdict == "wrong"
 
 
 def test_a_cache_as_wide_as_the_implementation_wants_it_is_made():
@@ -170,11 +171,11 @@ def test_a_kernel_is_compiled_where_that_is_asked_for():
 
 @pytest.mark.parametrize("compile", [False, pytest.param(True, marks=needs_compiler)])
 def test_what_a_gpu_has_no_use_for_is_refused(compile):
-    result = check_lowering("toys.refusing", SMALL, "B200", compile)
+    result = check_lowering(f"{TOYS}.refusing", SMALL, "B200", compile)
     assert (result.verdict, result.reason) == ("refused", "heads of 64 are out of fashion")
 
 
 def test_what_cannot_be_lowered_fails_with_the_reason():
-    result = check_lowering("toys.racing", SMALL, "H200", False)
+    result = check_lowering(f"{TOYS}.racing", SMALL, "H200", False)
     assert result.verdict == "failed"
     assert result.details

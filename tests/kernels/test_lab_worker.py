@@ -10,8 +10,9 @@ import pytest
 
 from pallas_kernels.lab.worker import Worker, run_all, run_isolated
 
-CALLS = "toys.calls"
-# Of calls that end by themselves; long, for a machine with much to do.
+ROOT = Path(__file__).resolve().parents[2]
+CALLS = "tests.kernels.toys.calls"
+# Timeout of calls that end by themselves; long, for a busy machine.
 AMPLE_S = 60
 
 
@@ -117,7 +118,7 @@ def test_a_worker_ends_with_the_process_that_started_it(tmp_path):
         "from pallas_kernels.lab.worker import run_isolated\n"
         f"run_isolated('{CALLS}:wait_forever', ({str(pids)!r},), {AMPLE_S})\n"
     )
-    path = os.pathsep.join([str(Path(__file__).parent), *sys.path])
+    path = os.pathsep.join([str(ROOT), *sys.path])
     parent = subprocess.Popen(
         [sys.executable, "-c", script], env={**os.environ, "PYTHONPATH": path}
     )

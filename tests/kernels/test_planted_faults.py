@@ -5,6 +5,7 @@ They are edits of the source: where it changes so that one no longer applies, th
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -12,27 +13,23 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-SOURCE = ROOT / "pallas_kernels" / "paged_attention"
+KERNEL = ROOT / "pallas_kernels" / "paged_attention" / "mosaic_gpu"
 
-# Of each fault: what is replaced, by file; the verdict; what the reason names.
+# Fault -> (replacements by file, verdict, words of the reason).
 FAULTS = {
     "slot_reused_without_waiting": (
-        {
-            "mosaic_pipeline.py": [
-                ("        plgpu.commit_smem()  # all warps", "        # all warps")
-            ]
-        },
+        {"copies.py": [("        plgpu.commit_smem()  # all warps", "        # all warps")]},
         "race",
         "a write at",
     ),
     "tail_of_v_not_masked": (
-        {"mosaic_body.py": [("        self.clear_values(v_smem, first_token)\n", "")]},
+        {"kernel.py": [("        self.clear_values(v_smem, first_token)\n", "")]},
         "wrong",
         "is nan, must be",
     ),
     "table_entry_not_clamped": (
         {
-            "mosaic_sources.py": [
+            "copies.py": [
                 ("jnp.clip(first + j, self.first_column, self.last_column)", "(first + j)"),
                 ("jnp.clip(entry, 0, self.num_blocks - 1)", "entry"),
             ]
@@ -44,17 +41,17 @@ FAULTS = {
 
 
 def plant(folder: Path, name: str, edits: dict[str, list[tuple[str, str]]]) -> str:
-    """Copy the kernel's modules to a package in `folder`, edited; the copy's name as a kernel."""
-    package = folder / name
-    package.mkdir()
-    for path in SOURCE.glob("mosaic_*.py"):
+    """Copy the kernel's folder to `folder`/planted and edit it; the copy's name as a kernel."""
+    copy = folder / "planted" / name
+    shutil.copytree(KERNEL, copy, ignore=shutil.ignore_patterns("__pycache__"))
+    for file, replacements in edits.items():
+        path = copy / file
         text = path.read_text()
-        for old, new in edits.get(path.name, []):
-            assert text.count(old) == 1, f"{old!r} stands {text.count(old)} times in {path.name}"
+        for old, new in replacements:
+            assert text.count(old) == 1, f"{old!r} stands {text.count(old)} times in {file}"
             text = text.replace(old, new)
-        text = text.replace("pallas_kernels.paged_attention.mosaic_", f"{name}.mosaic_")
-        (package / path.name).write_text(text)
-    return f"{name}.mosaic_gpu"
+        path.write_text(text)
+    return f"planted.{name}"
 
 
 @pytest.fixture(scope="module")
@@ -77,7 +74,7 @@ def results(tmp_path_factory) -> tuple[int, dict[str, dict]]:
     )
     assert (folder / "out/results.json").exists(), done.stderr
     rows = json.loads((folder / "out/results.json").read_text())["cases"]
-    return done.returncode, {row["implementation"].split(".")[0]: row for row in rows}
+    return done.returncode, {row["implementation"].split(".")[-1]: row for row in rows}
 
 
 @pytest.mark.parametrize("fault", FAULTS)

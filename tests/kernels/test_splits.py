@@ -15,7 +15,7 @@ def partial(scores, values, seen):
 
 
 def combined(splits):
-    """Of one query head of one row."""
+    """(output, largest score, log-sum-exp) of `splits` of one query head of one row."""
     arrays = (np.array(x, np.float32) for x in zip(*splits, strict=True))
     out, top, total = (x[:, None, None, None] for x in arrays)
     return [np.asarray(x)[0, 0, 0] for x in combine_splits(out, top, total, np.float32)]

@@ -1,4 +1,4 @@
-"""The Triton kernel: interpreted against float64, lowered for every GPU, and what it refuses."""
+"""The Triton kernel: against float64 in the interpreter, lowered for every GPU, its refusals."""
 
 import sys
 
@@ -10,7 +10,7 @@ import pytest
 
 from pallas_kernels import targets
 from pallas_kernels.lab import aot
-from pallas_kernels.lab.cases import Case, make_case
+from pallas_kernels.lab.cases import AttentionCase, make_case
 from pallas_kernels.paged_attention import (
     AttentionOptions,
     Call,
@@ -27,7 +27,7 @@ from tests.kernels.attention_checks import SCALE, check, contexts_for, jitted
 SMALL = TritonTuning(block_kv=16, block_rows=16, num_splits=3)
 
 
-def interpreted(case: Case, **options) -> list[jax.Array]:
+def interpreted(case: AttentionCase, **options) -> list[jax.Array]:
     return check("triton", case, interpret=True, **options)
 
 
@@ -92,12 +92,12 @@ def test_queries_anywhere_in_their_context_agree_with_numpy(options):
 
 def test_large_scores_and_rows_of_nan_stay_in_their_place():
     case = make_case(np.random.default_rng(8), [40, 0, 33, 7], block_size=4, max_blocks=10)
-    large = Case(case.q * 300, case.k_cache * 300, *case.arrays[2:])
+    large = AttentionCase(case.q * 300, case.k_cache * 300, *case[2:])
     good = interpreted(large, tuning=SMALL)
     q = large.q.copy()
     q[2] = np.nan
     attend = jitted("triton", interpret=True, tuning=SMALL)
-    for before, after in zip(good, attend(q, *large.arrays[1:]), strict=True):
+    for before, after in zip(good, attend(q, *large[1:]), strict=True):
         assert np.isnan(after[2]).all()
         np.testing.assert_array_equal(np.delete(before, 2, axis=0), np.delete(after, 2, axis=0))
 
@@ -105,7 +105,7 @@ def test_large_scores_and_rows_of_nan_stay_in_their_place():
 def shapes(
     num_queries: int, block_size: int, head_size: int, dtype: str, num_blocks: int = 256
 ) -> tuple[jax.ShapeDtypeStruct, ...]:
-    """Of a call with 32 query heads for 8 KV heads."""
+    """Arguments of a call with 32 query heads for 8 KV heads."""
     cache = jax.ShapeDtypeStruct((num_blocks, 8, block_size, head_size), dtype)
     rows = jax.ShapeDtypeStruct((4,), jnp.int32)
     return (

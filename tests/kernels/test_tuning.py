@@ -6,9 +6,10 @@ from dataclasses import asdict, replace
 import jax.numpy as jnp
 import pytest
 
-from pallas_kernels.paged_attention import AttentionOptions, Call, tuning
+from pallas_kernels.paged_attention import AttentionOptions, Call
 from pallas_kernels.paged_attention.mosaic_gpu import api as mosaic_gpu
-from pallas_kernels.paged_attention.tuning import Tuning, default_tuning, table_key
+from pallas_kernels.paged_attention.mosaic_gpu import tuning
+from pallas_kernels.paged_attention.mosaic_gpu.tuning import Tuning, default_tuning, table_key
 from pallas_kernels.targets import TARGETS
 
 OPTIONS = AttentionOptions(0.1)
@@ -24,7 +25,7 @@ def call(
     block_size: int = 16,
     tokens: int = 4096,
 ) -> Call:
-    """Heads, KV heads and head size; the table is as wide as ``tokens``, or a little wider."""
+    """Heads, KV heads and head size; the table is as wide as `tokens`, or a little wider."""
     blocks = -(-tokens // block_size)
     sizes = (batch, queries, *heads, block_size, batch * blocks, blocks)
     return Call(*sizes, jnp.dtype(jnp.bfloat16), OPTIONS, TARGETS[target])

@@ -8,7 +8,9 @@ import gguf
 import numpy as np
 from safetensors.numpy import save_file
 
-from paged_jax.loading.naming import GGUF, HUGGING_FACE, file_parts
+from paged_jax.loading.gguf_model import GGUF
+from paged_jax.loading.hf_directory import HUGGING_FACE
+from paged_jax.loading.weights import file_parts
 from paged_jax.models.config import ModelConfig
 
 LLAMA: dict[str, Any] = {

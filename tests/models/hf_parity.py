@@ -40,7 +40,7 @@ def recorded_prompts(goldens: dict[str, np.ndarray]) -> list[list[int]]:
 
 
 def load_random_model(folder: Path) -> LoadedModel:
-    """In float32. The directory has no tokenizer: its tokens are the first bytes."""
+    """The model in float32. The directory has no tokenizer: its tokens are the first bytes."""
     config = read_hf_config(folder)
     weights = assemble(HfTensors(folder, config), config, "float32")
     return LoadedModel(config, weights, build_byte_tokenizer())

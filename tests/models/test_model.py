@@ -21,7 +21,7 @@ from tests.models.hf_parity import (
     read_goldens,
 )
 
-# Those whose paged path differs: heads, windows, rotary factors on cached keys.
+# Models with a paged path of their own: heads, windows, rotary factors on cached keys.
 THROUGH_THE_ENGINE = ("mha", "mqa", "rope_yarn", "qwen2_window", "mistral_window")
 
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from paged_jax.workloads import find_packaged_sharegpt, read_sharegpt, sharegpt_requests
 from paged_jax.workloads import sharegpt as sharegpt_module
-from paged_jax.workloads.json_list import JsonListReader
+from paged_jax.workloads.files import JsonListReader
 
 
 def record(*turns: tuple[str, str]) -> dict[str, Any]:

@@ -6,14 +6,13 @@ import pytest
 
 from paged_jax.workloads import (
     VocabRange,
-    azure_requests,
-    burstgpt_requests,
     mooncake_requests,
     prompt_requests,
     read_azure,
     read_burstgpt,
     read_mooncake,
     read_prompts,
+    traced_requests,
 )
 
 VOCAB = VocabRange(10, 1000)
@@ -74,12 +73,12 @@ def test_azure_columns_may_come_in_any_order_and_with_others(write):
 
 def test_azure_requests_have_random_prompts_of_the_traced_lengths(write):
     rows = read_azure(write(AZURE))
-    requests = list(azure_requests(rows, vocab=VOCAB, seed=3))
+    requests = list(traced_requests(rows, vocab=VOCAB, seed=3))
     assert [request.num_prompt_tokens for request in requests] == [374, 396, 7]
     assert [request.max_tokens for request in requests] == [44, 109, 3]
     assert all(10 <= token < 1000 for request in requests for token in request.prompt_token_ids)
-    assert requests == list(azure_requests(rows, vocab=VOCAB, seed=3))
-    assert requests != list(azure_requests(rows, vocab=VOCAB, seed=4))
+    assert requests == list(traced_requests(rows, vocab=VOCAB, seed=3))
+    assert requests != list(traced_requests(rows, vocab=VOCAB, seed=4))
     assert requests[0].prompt_token_ids[:7] != requests[2].prompt_token_ids
 
 
@@ -116,14 +115,14 @@ def test_burstgpt_rows_come_by_time_without_those_that_failed(write):
 
 def test_burstgpt_requests_have_random_prompts_of_the_traced_lengths(write):
     rows, _ = read_burstgpt(write(BURSTGPT))
-    requests = list(burstgpt_requests(rows, vocab=VOCAB, seed=3))
+    requests = list(traced_requests(rows, vocab=VOCAB, seed=3))
     assert [(r.num_prompt_tokens, r.max_tokens, r.arrival_s) for r in requests] == [
         (472, 18, 5),
         (1087, 230, 45),
         (417, 505, 110.5),
     ]
-    assert requests == list(burstgpt_requests(rows, vocab=VOCAB, seed=3))
-    assert requests != list(burstgpt_requests(rows, vocab=VOCAB, seed=4))
+    assert requests == list(traced_requests(rows, vocab=VOCAB, seed=3))
+    assert requests != list(traced_requests(rows, vocab=VOCAB, seed=4))
 
 
 @pytest.mark.parametrize(

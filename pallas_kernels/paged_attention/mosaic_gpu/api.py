@@ -1,8 +1,8 @@
 """Paged attention in Pallas Mosaic GPU: tensor cores by mma.sync, copies by TMA or cp.async.
 
-One kernel for decoding and for prefill, and for four generations of GPUs: `mosaic_kernel` has its
-programs, `mosaic_body` and `mosaic_products` the computation, `mosaic_tiles` the geometry,
-`mosaic_pipeline` and `mosaic_sources` the copies, `tuning` the choices.
+One kernel for decoding and for prefill, and for four generations of GPUs: `kernel` has its programs
+and their softmax, `products` the matrix products, `copies` the way of tiles to shared memory,
+`tiles` the geometry, `tuning` the choices.
 """
 
 from typing import Any
@@ -11,13 +11,13 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from pallas_kernels import targets
-from pallas_kernels.paged_attention.mosaic_gpu.body import View
-from pallas_kernels.paged_attention.mosaic_gpu.copies import Blocks
-from pallas_kernels.paged_attention.mosaic_gpu.kernel import CP_ASYNC_ELEMENTS, Kernel, uses_tma
-from pallas_kernels.paged_attention.mosaic_gpu.products import MmaProducts, Products
-from pallas_kernels.paged_attention.mosaic_gpu.tiles import Tiles
 from pallas_kernels.paged_attention.spec import AttentionOptions, AttentionResult, Call
-from pallas_kernels.paged_attention.tuning import Tuning, default_tuning
+
+from .copies import Blocks
+from .kernel import CP_ASYNC_ELEMENTS, Kernel, View, uses_tma
+from .products import MmaProducts, Products
+from .tiles import Tiles
+from .tuning import Tuning, default_tuning
 
 __all__ = ["attend", "cache_head_size", "default_tuning", "refusal"]
 
@@ -43,10 +43,22 @@ def attend(
     query_starts: Array,  # i32[B], position of the row's first query
     *,
     options: AttentionOptions,
+    products: type[Products] = MmaProducts,
 ) -> AttentionResult:
     """Query t of row b, at position query_starts[b] + t, sees what stands at or before it."""
-    inputs = (q, k_cache, v_cache, block_tables, context_lens, query_starts)
-    return attend_by(MmaProducts, *inputs, options=options)
+    B, T, Hq, D = q.shape
+    P, Hk, S, _ = k_cache.shape
+    M = block_tables.shape[1]
+    call = Call(B, T, Hq, Hk, D, S, P, M, q.dtype, options, targets.current())
+    kernel = kernel_of(call, products)
+
+    def blocks(row: Array, first_head: Array, view: View, tables: Any) -> Blocks:
+        first_column = lax.div(view.first, jnp.int32(S))
+        last_column = lax.div(jnp.maximum(view.end - 1, 0), jnp.int32(S))
+        return Blocks(kernel.tiles, P, Hk, S, tables, row, first_head, first_column, last_column)
+
+    k, v = (cache.reshape(P * Hk * S, D) for cache in (k_cache, v_cache))
+    return kernel(q, k, v, context_lens, query_starts, blocks, block_tables)
 
 
 def refused(call: Call) -> str | None:
@@ -89,30 +101,3 @@ def kernel_of(call: Call, products: type[Products]) -> Kernel:
     )
     num_stages, num_splits = tuning.num_stages, tuning.num_splits
     return Kernel(tiles, call.options, num_stages, num_splits, uses_tma(call.target), products)
-
-
-def attend_by(
-    products: type[Products],
-    q: Array,
-    k_cache: Array,
-    v_cache: Array,
-    block_tables: Array,
-    context_lens: Array,
-    query_starts: Array,
-    *,
-    options: AttentionOptions,
-) -> AttentionResult:
-    """`attend` with products of a kind."""
-    B, T, Hq, D = q.shape
-    P, Hk, S, _ = k_cache.shape
-    M = block_tables.shape[1]
-    call = Call(B, T, Hq, Hk, D, S, P, M, q.dtype, options, targets.current())
-    kernel = kernel_of(call, products)
-
-    def blocks(row: Array, first_head: Array, view: View, tables: Any) -> Blocks:
-        first_column = lax.div(view.first, jnp.int32(S))
-        last_column = lax.div(jnp.maximum(view.end - 1, 0), jnp.int32(S))
-        return Blocks(kernel.tiles, P, Hk, S, tables, row, first_head, first_column, last_column)
-
-    k, v = (cache.reshape(P * Hk * S, D) for cache in (k_cache, v_cache))
-    return kernel(q, k, v, context_lens, query_starts, blocks, block_tables)

@@ -1,6 +1,6 @@
 """Attention over contiguous caches by the same kernel body: what paging costs is the difference.
 
-Keys and values of a row stand at ``[row, head, 0 : context]`` of caches ``[B, Hk, L, D]``; each
+Keys and values of a row stand at `[row, head, 0 : context]` of caches `[B, Hk, L, D]`; each
 head's part of a tile is one copy.
 """
 
@@ -11,18 +11,19 @@ from dataclasses import dataclass
 from jax import Array
 
 from pallas_kernels import targets
-from pallas_kernels.paged_attention.mosaic_gpu.api import kernel_of, refused
-from pallas_kernels.paged_attention.mosaic_gpu.body import View
-from pallas_kernels.paged_attention.mosaic_gpu.copies import Entries
-from pallas_kernels.paged_attention.mosaic_gpu.products import MmaProducts
-from pallas_kernels.paged_attention.mosaic_gpu.tiles import Tiles
 from pallas_kernels.paged_attention.spec import AttentionOptions, AttentionResult, Call
 from pallas_kernels.registry import Unsupported
+
+from .api import kernel_of, refused
+from .copies import Entries
+from .kernel import View
+from .products import MmaProducts
+from .tiles import Tiles
 
 
 @dataclass(frozen=True)
 class Stretch:
-    """Tokens of the heads of a row in caches ``[B, Hk, L, D]``, seen as ``[B * Hk * L, D]``."""
+    """A source: a row's tokens in caches `[B, Hk, L, D]`, seen as the matrix `[B * Hk * L, D]`."""
 
     tiles: Tiles
     length: int  # L
@@ -50,8 +51,8 @@ def contiguous_attention(
 ) -> AttentionResult:
     """Query t of row b, at position query_starts[b] + t, sees what stands at or before it.
 
-    D is 64, 128 or 256. Tiles and splits are those of a paged cache with blocks of ``block_size``
-    tokens; L must be a multiple of both. `Unsupported` for what is not covered.
+    D is 64, 128 or 256. Tiles and splits are those of a paged cache with blocks of `block_size`
+    tokens; L must be a multiple of both. `Unsupported` for other calls.
     """
     B, T, Hq, D = q.shape
     _, Hk, L, _ = k.shape

@@ -12,8 +12,10 @@ from jax import Array
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.paged_attention.mosaic_gpu.copies import start_cp_async
-from pallas_kernels.paged_attention.mosaic_gpu.tiles import Tiles
+from pallas_kernels.mosaic import load
+
+from .copies import start_cp_async
+from .tiles import Tiles
 
 Ref = Any
 SWIZZLE = 128  # bytes: a line of a tile in shared memory
@@ -30,16 +32,12 @@ def swizzled(shape: tuple[int, ...], dtype: Any) -> Any:
     return plgpu.SMEM(shape, dtype, transforms=transforms)
 
 
-def load(ref: Ref, layout: Any) -> Array:
-    return plgpu.load(ref, layout=layout, optimized=False)
-
-
 @dataclass(frozen=True)
 class MmaProducts:
-    """By mma.sync, which every generation has: operands pass through registers.
+    """The products by mma.sync, which every generation has: operands pass through registers.
 
-    Keys and values are read from shared memory once, by the warp whose rows they are; queries and
-    weights by every warp.
+    Keys and values are read from shared memory once, each row by one warp; queries and weights by
+    every warp.
     """
 
     tiles: Tiles
@@ -83,7 +81,7 @@ class MmaProducts:
             start_cp_async(q, smem["queries"], interpret=self.interpret)
 
     def queries(self, q: Ref, smem: dict[str, Ref]) -> Callable[[], Array]:
-        """What `scores` takes: queries^T, once they are there."""
+        """queries^T as `scores` takes them, once their copy has arrived."""
         if not self._stages_queries:
             held = load(q.T, self._rhs)
             return lambda: held
@@ -108,7 +106,7 @@ class MmaProducts:
 
 @dataclass(frozen=True)
 class WgmmaProducts:
-    """By wgmma, of sm_90 alone: the whole warpgroup's, with operands in shared memory."""
+    """The products by wgmma, of sm_90 alone: a warpgroup's, with operands in shared memory."""
 
     tiles: Tiles
     dtype: Any
@@ -137,7 +135,7 @@ class WgmmaProducts:
         plgpu.copy_gmem_to_smem(q, smem["queries"], smem["queries_barrier"])
 
     def queries(self, q: Ref, smem: dict[str, Ref]) -> Ref:
-        """What `scores` takes: queries^T, once they are there."""
+        """queries^T as `scores` takes them, once their copy has arrived."""
         plgpu.barrier_wait(smem["queries_barrier"])
         return smem["queries"].T
 

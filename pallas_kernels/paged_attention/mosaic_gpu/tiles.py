@@ -1,10 +1,10 @@
 """How a kernel cuts caches into tiles, and queries into the columns of a matrix product.
 
 A program of a kernel takes one row of the batch, a few neighbouring KV heads and a share of the
-context. It fetches keys and values in tiles: ``tokens`` tokens of ``heads`` heads, one token of one
+context. It fetches keys and values in tiles: `tokens` tokens of `heads` heads, one token of one
 head in a row of the tile. A block of neighbouring heads is contiguous in the cache, so that one
 copy fetches a block for all heads of the program. All queries of these heads, padded to
-``columns``, meet all rows of a tile in one product; what belongs to different heads is masked. As
+`columns`, meet all rows of a tile in one product; what belongs to different heads is masked. As
 a product needs at least 8 columns, heads that fill them cost nothing, and save copies.
 """
 
@@ -20,8 +20,8 @@ ROW_MULTIPLE = 64
 def quotient(x: Array, divisor: int) -> Array:
     """x // divisor for x and divisor in [0, 1024), elementwise.
 
-    Not by a division: where LLVM sees that 16 bits are enough for it, it makes an instruction of it
-    that GPUs have not, and aborts.
+    It avoids a division: where LLVM sees that 16 bits are enough for one, it makes of it an
+    instruction that GPUs do not have, and aborts.
     """
     if divisor & (divisor - 1) == 0:
         return x >> (divisor.bit_length() - 1)
@@ -48,7 +48,7 @@ class Tiles:
 
     @property
     def rows(self) -> int:
-        """Rows of a tile in shared memory, those that no copy writes included."""
+        """Rows of a tile in shared memory, with the rows that no copy writes."""
         return -(-self.heads * self.tokens // ROW_MULTIPLE) * ROW_MULTIPLE
 
     @property

@@ -1,4 +1,4 @@
-"""What workers are asked to do in their tests."""
+"""Functions that workers call in their tests."""
 
 import os
 import signal
@@ -15,7 +15,7 @@ def process() -> int:
 
 
 def wait_forever(pid_path: str) -> None:
-    """With a process of its own, whose id is left behind with this one's."""
+    """Hang, with a child process; both process ids are written to a file."""
     child = subprocess.Popen(["sleep", "1000"])
     with open(pid_path, "w") as file:
         file.write(f"{os.getpid()} {child.pid}")

@@ -4,7 +4,7 @@ import functools
 import json
 import math
 from dataclasses import dataclass
-from importlib import resources
+from pathlib import Path
 from typing import Any
 
 from pallas_kernels.paged_attention.spec import Call
@@ -13,32 +13,32 @@ from pallas_kernels.targets import TARGETS, Target
 MAX_COLUMNS = 32  # more take more registers than a thread has
 MAX_SPLITS = 256
 
-# Of the rule, which knows no measurement:
-COLUMNS = 8  # the fewest of a product
-COPY_BYTES = 16 << 10  # of a copy: larger ones gain nothing
-SMALL_COPY_BYTES = 8 << 10  # of a copy that costs more to start than others
-TILE_BYTES = 16 << 10  # of a tile of keys
-OUTPUTS = 4096  # of a program
-SCORES = 2048  # of a tile
+# Constants of the rule, which knows no measurement:
+COLUMNS = 8  # the fewest columns of a product
+COPY_BYTES = 16 << 10  # the most that a copy brings: larger copies gain nothing
+SMALL_COPY_BYTES = 8 << 10  # smaller copies cost too much to start
+TILE_BYTES = 16 << 10  # a tile of keys
+OUTPUTS = 4096  # elements of a program's output
+SCORES = 2048  # scores of a tile
 PROGRAMS_PER_CORE = 2  # one computes while the other waits
 MAX_STAGES = 4
-ROWS = 64  # of a tile, a product takes at a time
-RESERVED_BYTES = 6 << 10  # of a program's shared memory, beside its tiles
-SHARE_BYTES = 4 << 20  # of a program's share: one long row must not keep all others waiting
+ROWS = 64  # rows of a tile that a product takes at a time
+RESERVED_BYTES = 6 << 10  # shared memory of a program beside its tiles
+SHARE_BYTES = 4 << 20  # a program's share: one long row must not keep all others waiting
 PROGRAM_BANDWIDTH = 25 * 10**9  # bytes per second that one program takes in, at most
 START_SECONDS = 2e-6  # from the start of a program to its first tile
-COMBINE_SECONDS = 4e-6  # for the splits' results
+COMBINE_SECONDS = 4e-6  # to combine the results of splits
 
 
 @dataclass(frozen=True)
 class Tuning:
-    """What a program takes at a time, and how many share the work. ValueError for bad values.
+    """How much a program takes at a time, and how many share the work. ValueError: bad values.
 
     block_kv: tokens of a tile of keys and values.
     kv_heads: neighbouring KV heads of a program; a block of all of them is one copy.
     num_stages: tiles in flight, the one in use included.
     query_columns: columns of the products: queries times query heads of the program.
-    num_splits: programs among which a context is shared out.
+    num_splits: programs that share a context.
     """
 
     block_kv: int
@@ -61,9 +61,9 @@ class Tuning:
 
 
 def default_tuning(call: Call) -> Tuning:
-    """The table's entry for the call's GPU and geometry; where there is none, the rule's.
+    """The table's entry for the call's GPU and geometry; by the rule where there is none.
 
-    Without a GPU, as in the interpreter, that of an H200.
+    Without a GPU, as in the interpreter, the tuning is for an H200.
     """
     target = call.target or TARGETS["H200"]
     entry = _table().get(table_key(call, target))
@@ -71,7 +71,7 @@ def default_tuning(call: Call) -> Tuning:
 
 
 def table_key(call: Call, target: Target) -> str:
-    """What an entry is for: GPU, geometry, powers of two of batch and table."""
+    """The name of an entry: GPU, geometry, batch and table rounded up to powers of two."""
     geometry = f"{call.num_heads}/{call.num_kv_heads}/{call.head_size}"
     batch, tokens = (
         1 << (n - 1).bit_length() for n in (call.batch, call.max_blocks * call.block_size)
@@ -84,7 +84,7 @@ def table_key(call: Call, target: Target) -> str:
 
 @functools.cache
 def _table() -> dict[str, Any]:
-    text = resources.files(__package__).joinpath("tuning_table.json").read_text()
+    text = Path(__file__).with_name("tuning_table.json").read_text()
     entries: dict[str, Any] = json.loads(text)
     return entries
 
@@ -95,7 +95,7 @@ def _by_rule(call: Call, target: Target) -> Tuning:
     per_program = target.shared_memory_per_core // PROGRAMS_PER_CORE - RESERVED_BYTES
     kv_heads = _kv_heads(call, per_head, row_bytes, per_program)
     width = per_head * kv_heads
-    # Of the output and of the scores, which registers hold.
+    # Registers hold the output and the scores.
     columns = min(-(-width // COLUMNS) * COLUMNS, MAX_COLUMNS, OUTPUTS // call.head_size)
     rows = max(ROWS, min(TILE_BYTES // row_bytes, SCORES // columns))
     tokens = _tokens(call, target, rows // kv_heads, kv_heads)
@@ -125,11 +125,11 @@ def _full_tile(block_size: int, kv_heads: int) -> int:
 
 
 def _kv_heads(call: Call, per_head: int, row_bytes: int, per_program: int) -> int:
-    """KV heads of a program, of which each has ``per_head`` columns.
+    """The KV heads of a program; each has `per_head` columns.
 
     Heads that fill up the columns of one product cost nothing, and make copies fewer and larger.
     If copies are still small then, a second product is worth it. Where whole blocks take a tile of
-    several products, two of them must fit into the shared memory ``per_program``, in bytes.
+    several products, two of them must fit into the shared memory `per_program`, in bytes.
     """
 
     def fits(heads: int) -> bool:
@@ -177,13 +177,7 @@ def _tokens(call: Call, target: Target, wanted: int, kv_heads: int) -> int:
 
 
 def _splits(
-    *,
-    programs: int,
-    tiles: int,
-    tile_bytes: int,
-    result_bytes: int,
-    slots: int,
-    bandwidth: int,
+    *, programs: int, tiles: int, tile_bytes: int, result_bytes: int, slots: int, bandwidth: int
 ) -> int:
     """The fewest splits that take least time, if every context fills its table; small shares.
 

@@ -1,9 +1,4 @@
-"""For Mosaic GPU kernels that move whole rows: from memory to registers and back, 16 bytes a time.
-
-A warpgroup moves an array ``[rows, columns]`` whose rows are contiguous and any distance apart. The
-arrays may be of any size; where they are too small to occupy its 128 threads, several threads move
-the same elements.
-"""
+"""What the kernels in Pallas Mosaic GPU share: loads, stores, a layout of rows, the interpreter."""
 
 import math
 from typing import Any
@@ -12,7 +7,7 @@ import jax.numpy as jnp
 from jax.experimental.mosaic.gpu import fragmented_array as fragments
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.moves import MoveCall, MoveOptions
+from pallas_kernels.moves import MoveCall
 
 LANES, WARPS = 32, 4  # threads of a warp, warps of a warpgroup
 VECTOR_BYTES = 16  # the most that a thread loads or stores at a time
@@ -20,7 +15,7 @@ DTYPES = ("float32", "bfloat16", "float16")
 
 
 def refusal(call: MoveCall) -> str | None:
-    """Why a kernel of this kind cannot do a call; None if it can."""
+    """Why a kernel that moves rows cannot do the call; None if it can."""
     if call.target is None and not call.options.interpret:
         return "it needs an NVIDIA GPU; interpret=True runs it in Pallas' interpreter"
     if call.dtype.name not in DTYPES:
@@ -28,15 +23,17 @@ def refusal(call: MoveCall) -> str | None:
     return None
 
 
-def interpreter(options: MoveOptions) -> Any:
-    """The ``interpret`` argument of `plgpu.kernel`."""
-    return (
-        plgpu.InterpretGPUParams(detect_races=options.detect_races) if options.interpret else False
-    )
+def interpreter(interpret: bool, detect_races: bool) -> Any:
+    """The `interpret` argument of `plgpu.kernel`."""
+    return plgpu.InterpretGPUParams(detect_races=detect_races) if interpret else False
 
 
 def row_layout(rows: int, columns: int, dtype: jnp.dtype) -> Any:
-    """How the threads of a warpgroup share ``[rows, columns]``: neighbours along the columns."""
+    """How a warpgroup shares an array `[rows, columns]` that it moves, 16 bytes a thread at a time.
+
+    Neighbouring threads take neighbouring columns. Rows are contiguous and any distance apart. An
+    array too small to occupy all 128 threads is moved by several threads each.
+    """
     vector = math.gcd(columns, VECTOR_BYTES // dtype.itemsize)
     lanes = math.gcd(columns // vector, LANES)
     lane_rows = math.gcd(rows, LANES // lanes)
@@ -54,13 +51,13 @@ def row_layout(rows: int, columns: int, dtype: jnp.dtype) -> Any:
 
 
 def load(ref: Any, layout: Any) -> Any:
-    """Rows of an array in global memory, into registers."""
+    """Load an array of any size from memory into registers."""
     return plgpu.load(ref, layout=layout, optimized=False)
 
 
-def store(ref: Any, rows: Any) -> None:
-    """Rows in registers, into an array in global memory."""
-    if hasattr(plgpu, "store"):  # JAX 0.12, where a plain store must fill whole lines
-        plgpu.store(ref, rows, optimized=False)
+def store(ref: Any, x: Any) -> None:
+    """Store registers to global memory, whole lines or not."""
+    if hasattr(plgpu, "store"):  # JAX 0.12; before it, plain stores may miss whole lines
+        plgpu.store(ref, x, optimized=False)
     else:
-        ref[...] = rows
+        ref[...] = x

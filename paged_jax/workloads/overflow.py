@@ -11,12 +11,25 @@ Overflow = Literal["drop", "clip"]
 
 @dataclass
 class LimitReport:
-    """What was done to requests on their way through `limit_lengths`."""
+    """How many requests `limit_lengths` dropped or clipped."""
 
     max_model_len: int
     dropped: int = 0
     clipped_prompts: int = 0
     clipped_outputs: int = 0
+
+    def notes(self) -> list[str]:
+        """The counts in words; none for counts of 0."""
+        over = f"longer than {self.max_model_len} tokens"
+        notes = []
+        if self.dropped:
+            notes.append(f"dropped {self.dropped} requests {over}")
+        if self.clipped_prompts or self.clipped_outputs:
+            notes.append(
+                f"clipped {self.clipped_prompts} prompts and {self.clipped_outputs} outputs of "
+                f"requests {over}"
+            )
+        return notes
 
 
 def clip(request: WorkloadRequest, max_model_len: int) -> WorkloadRequest:
