@@ -6,19 +6,16 @@ import json
 import os
 import platform
 import subprocess
-import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from importlib import metadata
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import numpy as np
-from absl import app, flags, logging
 from rich.console import Console
 from rich.table import Table
 
 from experiments.lib import options
-from pallas_kernels import extras
 
 Row = Any  # rows are NamedTuples of a kind, or mappings with the same keys
 
@@ -211,91 +208,3 @@ def write_results(rows: Sequence[Row], configs: Any, **facts: object) -> None:
     results = {"flags": given, "environment": environment(), **facts, "cases": cases}
     write_json(given["out_dir"], "results.json", results)
     write_csv(given["out_dir"], "results.csv", cases)
-
-
-# The helpers of scripts that define absl flags themselves: they go once no script does.
-
-
-def preset[T](flag: flags.FlagHolder[T | None], is_quick: bool, *, quick: T, full: T) -> T:
-    """The flag's value; where it was not given, what the mode takes."""
-    if flag.value is None:
-        return quick if is_quick else full
-    return flag.value
-
-
-def run(main: Callable[[], None]) -> NoReturn:
-    """Parse the flags, call `main`, exit: 0, or 2 on bad input, which is one line on stderr.
-
-    Bad input is a flag that absl refuses or a ValueError from `main`; `--verbosity=1` adds the
-    traceback. Any other exception is a fault and keeps its traceback.
-    """
-
-    def parse_flags(argv: list[str]) -> list[str]:
-        try:
-            rest: list[str] = flags.FLAGS(argv)
-        except flags.Error as error:
-            _exit_on_bad_input(error)
-        except SystemExit:
-            sys.exit(0)  # the help flags, for which absl exits with 1
-        if len(rest) > 1:
-            _exit_on_bad_input(ValueError(f"unexpected argument {rest[1]!r}; flags start with --"))
-        return rest
-
-    def guarded_main(_: list[str]) -> None:
-        if not flags.FLAGS["verbosity"].present:
-            logging.set_verbosity(logging.WARNING)  # absl's default shows JAX's search for devices
-        try:
-            extras.check_platforms()
-            main()
-        except ValueError as error:
-            _exit_on_bad_input(error)
-
-    app.run(guarded_main, flags_parser=parse_flags)
-    raise AssertionError("app.run exits")
-
-
-def _exit_on_bad_input(error: Exception) -> NoReturn:
-    logging.debug("bad input", exc_info=error)
-    print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
-    sys.exit(2)
-
-
-def flag_values(flag: flags.FlagHolder[Any]) -> dict[str, Any]:
-    """All flags of the module that defines `flag`, as they were given or by default."""
-    module = flags.FLAGS.find_module_defining_flag(flag.name)
-    return {flag.name: flag.value for flag in flags.FLAGS.flags_by_module_dict()[module]}
-
-
-def integers(flag: flags.FlagHolder[list[str]], low: int) -> list[int]:
-    """A list flag's values as integers; ValueError if one is none or below `low`."""
-    values = flag.value
-    if not values or not all(value.strip().isdigit() and int(value) >= low for value in values):
-        raise ValueError(f"--{flag.name} takes integers of at least {low}, got {','.join(values)}")
-    return [int(value) for value in values]
-
-
-def report_cases(
-    title: str,
-    cases: Sequence[Mapping[str, object]],
-    out_dir: str | Path,
-    flag: flags.FlagHolder[Any],
-    **facts: object,
-) -> None:
-    """Print cases, which all have the keys of the first, and `write_cases`."""
-    print_table(title, list(cases[0]), [list(case.values()) for case in cases])
-    write_cases(cases, out_dir, flag, **facts)
-
-
-def write_cases(
-    cases: Sequence[Mapping[str, object]],
-    out_dir: str | Path,
-    flag: flags.FlagHolder[Any],
-    **facts: object,
-) -> None:
-    """Write cases, which all have the keys of the first, to results.json and results.csv.
-
-    results.json also gets the flags of the module that defines `flag`, the environment and `facts`.
-    """
-    results = {"flags": flag_values(flag), "environment": environment(), **facts, "cases": cases}
-    write_json(out_dir, "results.json", results)
-    write_csv(out_dir, "results.csv", cases)
