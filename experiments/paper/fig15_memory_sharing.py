@@ -24,6 +24,7 @@ prompt then weighs more, and so does what it saves), and half an hour or so with
 cores. --out_dir gets results.json, results.csv and memory_sharing.png.
 """
 
+from collections.abc import Iterator
 from contextlib import closing
 from dataclasses import dataclass
 from functools import partial
@@ -32,7 +33,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from experiments.lib import figures
-from experiments.lib.claims import Claim
+from experiments.lib.claims import Claim, Results, claim, within_points
 from experiments.lib.driver import require_fitting, serve
 from experiments.lib.experiment import grid, run
 from experiments.lib.fake_devices import BatchRecorder, BranchingDevice
@@ -314,28 +315,21 @@ def main(config: Config) -> None:
     plot(cases, config.out_dir)
 
 
-def claims(results: dict[str, Any]) -> list[Claim]:
+def claims(results: Results) -> Iterator[Claim]:
     """Blocks saved at OPT-13B's scale, beside the paper's."""
-    found = []
     for row in results["cases"]:
-        ours, paper = row["opt_13b"], row["paper"]
-        if ours is None or paper is None:
-            continue
-        low, _, high = paper.partition(" to ")
-        found.append(
-            Claim(
+        if row["opt_13b"] is not None and row["paper"] is not None:
+            yield claim(
                 f"blocks saved: {row['lengths']}, {row['method']} {row['width']}",
-                f"{paper} %",
-                f"{ours:.1f} %",
-                "within 5 points",
-                float(low) - 5 <= ours <= float(high or low) + 5,
-                "next tokens are drawn from a distribution fitted to SmolLM2's; to save less, "
+                paper=f"{row['paper']} %",
+                found=row["opt_13b"],
+                ours=f"{row['opt_13b']:.1f} %",
+                rule=within_points(5, *map(float, row["paper"].split(" to "))),
+                note="next tokens are drawn from a distribution fitted to SmolLM2's; to save less, "
                 "OPT-13B's beams would have to stay apart for longer"
                 if row["method"] == "beam"
                 else "lengths alone decide",
             )
-        )
-    return found
 
 
 if __name__ == "__main__":

@@ -19,16 +19,17 @@ results.csv and shared_prefix.png.
 """
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from operator import itemgetter
+from typing import NamedTuple
 
 import numpy as np
 from tqdm import tqdm
 
 from experiments.lib import figures
-from experiments.lib.claims import Claim, figure
+from experiments.lib.claims import Claim, Results, Rule, above, claim, figure, in_order
 from experiments.lib.experiment import grid, run
 from experiments.lib.options import Options, engine_option, engine_options, option
 from experiments.lib.paired import in_turn, ratio_spread
@@ -314,43 +315,34 @@ def main(config: Config) -> None:
     print("paper: over Orca (Oracle), LLaMA-13B on an A100")
 
 
-def claims(results: dict[str, Any]) -> list[Claim]:
+def claims(results: Results) -> Iterator[Claim]:
     """What a shared prefix gains, and what its cache saves of the time to the first token."""
     rows = results["cases"]
-    found = [
-        Claim(
+    for row in [row for row in rows if row["paper"] is not None]:
+        yield claim(
             f"throughput with a shared prefix of {row['prefix']} tokens",
-            f"{row['paper']:g} times Orca (Oracle)",
-            f"{figure(row['ratio'])} times the same engine without",
-            "above 1; the paper's comparison is with Orca on a GPU",
-            row["ratio"] > 1,
-            "a few short requests on a noisy machine",
+            paper=f"{row['paper']:g} times Orca (Oracle)",
+            found=row["ratio"],
+            ours=f"{figure(row['ratio'])} times the same engine without",
+            rule=above(1, "; the paper's comparison is with Orca on a GPU"),
+            note="a few short requests on a noisy machine",
         )
-        for row in rows
-        if row["paper"] is not None
-    ]
     if len(rows) > 1:
-        ratios = [row["ratio"] for row in sorted(rows, key=lambda row: row["prefix"])]
-        found.append(
-            Claim(
-                "a longer prefix gains more",
-                ", then ".join(map(figure, PAPER_RATIO.values())),
-                ", then ".join(map(figure, ratios)),
-                "the same order",
-                ratios[-1] > ratios[0],
-            )
+        ratios = [row["ratio"] for row in sorted(rows, key=itemgetter("prefix"))]
+        yield claim(
+            "a longer prefix gains more",
+            paper=", then ".join(map(figure, PAPER_RATIO.values())),
+            found=(ratios[0], ratios[-1]),
+            ours=", then ".join(map(figure, ratios)),
+            rule=in_order(),
         )
-    prefill = results["prefill"]
-    return [
-        *found,
-        Claim(
-            "time to first token with the prefix in the cache, over without",
-            "not given",
-            figure(prefill["ratio"]),
-            f"at most {prefill['goal']:.2f}, the goal of this project",
-            prefill["ratio"] <= prefill["goal"],
-        ),
-    ]
+    ratio, goal = results["prefill"]["ratio"], results["prefill"]["goal"]
+    yield claim(
+        "time to first token with the prefix in the cache, over without",
+        paper="not given",
+        found=ratio,
+        rule=Rule(f"at most {goal:.2f}, the goal of this project", lambda found: found <= goal),
+    )
 
 
 if __name__ == "__main__":

@@ -23,13 +23,13 @@ Expect some minutes with --quick and an hour or so without on two CPU cores. --o
 results.json, results.csv (micro), end_to_end.csv and preemption.png.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from operator import truediv
+from operator import itemgetter, truediv
 from typing import Any, NamedTuple
 
 from experiments.lib import figures
-from experiments.lib.claims import Claim
+from experiments.lib.claims import Claim, Results, Rule, above, at_most, claim
 from experiments.lib.experiment import grid, run
 from experiments.lib.options import Options, engine_option, engine_options, option
 from experiments.lib.reporting import print_table, write_csv, write_results
@@ -209,57 +209,52 @@ def compare_served(runs: Sequence[Run]) -> list[Comparison]:
     ]
 
 
-def claims(results: dict[str, Any]) -> list[Claim]:
+def claims(results: Results) -> Iterator[Claim]:
     """The A100 is modelled by the experiment; on a CPU, host memory is as near as the cache."""
-    rows = sorted(results["cases"], key=lambda row: row["block_size"])
+    rows = sorted(results["cases"], key=itemgetter("block_size"))
     if len(rows) < 2:
-        return []
-    each, recompute = ([row[f"a100_{name}_ms"] for row in rows] for name in ("each", "recompute"))
+        return
+    first, last = rows[0], rows[-1]
+    slow = first["a100_each_ms"] / last["a100_each_ms"]
+    yield claim(
+        "swapping is slow at small blocks",
+        paper="many small copies",
+        found=slow,
+        ours=f"{slow:.3g} times as long at {first['block_size']} as at {last['block_size']} "
+        "(A100, modelled)",
+        rule=above(2, " times"),
+    )
     measured = [row["recompute_ms"] for row in rows]
-    slow, flat = each[0] / each[-1], max(measured) / min(measured)
-    ratios = {row["block_size"]: r / e for row, r, e in zip(rows, recompute, each, strict=True)}
+    flat = max(measured) / min(measured)
+    yield claim(
+        "recomputing takes the same at any block size",
+        paper="flat",
+        found=flat,
+        ours=f"longest over shortest: {flat:.2f} (measured)",
+        rule=at_most(1.2),
+        note="small blocks cost this device's attention more, and its timings vary",
+    )
+    ratios = {row["block_size"]: row["a100_recompute_ms"] / row["a100_each_ms"] for row in rows}
     most = max(ratios.values())
+    yield claim(
+        "recomputing takes never more than 20 % longer than swapping",
+        paper=f"at most {MOST_OVER_SWAP}",
+        found=most,
+        ours=f"{most:.2f} at most (A100, modelled)",
+        rule=at_most(MOST_OVER_SWAP),
+        note="the model's PCIe and FLOP/s decide the largest blocks, where copies are few",
+    )
     low, high = MIDDLE_BLOCKS
-    middle = {size: ratio for size, ratio in ratios.items() if low <= size <= high}
-    found = [
-        Claim(
-            "swapping is slow at small blocks",
-            "many small copies",
-            f"{slow:.3g} times as long at {rows[0]['block_size']} as at {rows[-1]['block_size']} "
-            "(A100, modelled)",
-            "above 2 times",
-            slow > 2,
-        ),
-        Claim(
-            "recomputing takes the same at any block size",
-            "flat",
-            f"longest over shortest: {flat:.2f} (measured)",
-            "at most 1.2",
-            flat <= 1.2,
-            "small blocks cost this device's attention more, and its timings vary",
-        ),
-        Claim(
-            "recomputing takes never more than 20 % longer than swapping",
-            f"at most {MOST_OVER_SWAP}",
-            f"{most:.2f} at most (A100, modelled)",
-            f"at most {MOST_OVER_SWAP}",
-            most <= MOST_OVER_SWAP,
-            "the model's PCIe and FLOP/s decide the largest blocks, where copies are few",
-        ),
-    ]
-    if middle:
-        found.append(
-            Claim(
-                f"from {low} to {high} slots a block both take about as long",
-                "about even",
-                ", ".join(f"{ratio:.2f} at {size}" for size, ratio in middle.items())
-                + " (recompute over swap, A100, modelled)",
-                "between 1/2 and 2",
-                all(0.5 <= ratio <= 2 for ratio in middle.values()),
-                "a copy's fixed cost is assumed",
-            )
+    if middle := {size: ratio for size, ratio in ratios.items() if low <= size <= high}:
+        yield claim(
+            f"from {low} to {high} slots a block both take about as long",
+            paper="about even",
+            found=middle.values(),
+            ours=", ".join(f"{ratio:.2f} at {size}" for size, ratio in middle.items())
+            + " (recompute over swap, A100, modelled)",
+            rule=Rule("between 1/2 and 2", lambda found: all(0.5 <= each <= 2 for each in found)),
+            note="a copy's fixed cost is assumed",
         )
-    return found
 
 
 def plot(config: Config, rows: Rows, runs: Sequence[Run]) -> None:

@@ -70,8 +70,7 @@ class Step:
     def claims(self, results: dict[str, Any]) -> list[Claim]:
         """The paper's claims beside the results, as the experiment judges them."""
         module = importlib.import_module(f"experiments.{self.module}")
-        found: list[Claim] = module.claims(results)
-        return found
+        return list(module.claims(results))
 
 
 LENGTHS = (
