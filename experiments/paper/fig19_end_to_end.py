@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, closing
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -12,34 +12,13 @@ from paged_jax.loading import LoadedModel
 from paged_jax.workloads import WorkloadRequest
 
 MODES = ("none", "recompute", "swap", "auto")  # none: a pool in which everything fits
+COUNTS = ("preemptions", "by_swap", "swapped_blocks", "recomputed_tokens")  # swapped: out and in
+
+Row = dict[str, Any]
+Outputs = list[list[int]]  # the tokens of each request
 
 
-class Run(NamedTuple):
-    """A block size and a mode, end to end; medians over the rounds."""
-
-    block_size: int
-    mode: str
-    output_per_s: float  # tokens/s
-    latency_ms: float  # normalised: from arrival to the last token, by output token, mean
-    preemptions: int  # this one and the next three are of the first round
-    by_swap: int
-    swapped_blocks: int  # out and in
-    recomputed_tokens: int
-    swap_percent: float  # of the time that iterations take
-    same_percent: float  # outputs that are the same as without preemption
-
-
-class Served(NamedTuple):
-    """What one round of a mode gives."""
-
-    output_per_s: float
-    latency_ms: float
-    swap_percent: float
-    counts: tuple[int, int, int, int]  # as in `Run`
-    tokens: list[list[int]]
-
-
-def serve_once(engine: Engine, requests: Sequence[WorkloadRequest]) -> Served:
+def serve_once(engine: Engine, requests: Sequence[WorkloadRequest]) -> tuple[Row, Outputs]:
     """Serve requests that are all there at the start, greedily."""
     before = _counts(engine)
     served = serve(engine, requests, SamplingParams(temperature=0))
@@ -48,41 +27,40 @@ def serve_once(engine: Engine, requests: Sequence[WorkloadRequest]) -> Served:
         raise ValueError(next(s.refusal or "no output" for s in served.served if s.output is None))
     tokens = [output.outputs[0].token_ids for output in outputs]
     seconds = [(output.metrics.last_token_s or 0) - output.metrics.arrival_s for output in outputs]
-    wall_s = sum(step.wall_s for step in served.steps)
-    return Served(
-        sum(map(len, tokens)) / served.wall_s,
-        1e3 * float(np.mean(np.divide(seconds, [len(each) for each in tokens]))),
-        100 * sum(step.swap_s for step in served.steps) / wall_s,
-        tuple(np.subtract(_counts(engine), before).tolist()),
-        tokens,
-    )
+    latencies = np.divide(seconds, [len(each) for each in tokens])
+    wall_s, swap_s = (sum(getattr(s, of) for s in served.steps) for of in ("wall_s", "swap_s"))
+    row = {
+        "output_per_s": sum(map(len, tokens)) / served.wall_s,  # tokens/s
+        "latency_ms": 1e3 * float(np.mean(latencies)),  # normalised: arrival to the end, by token
+        **dict(zip(COUNTS, np.subtract(_counts(engine), before).tolist(), strict=True)),
+        "swap_percent": 100 * swap_s / wall_s,  # of the time that iterations take
+    }
+    return row, tokens
 
 
-def _counts(engine: Engine) -> tuple[int, int, int, int]:
-    scheduler = engine.core.scheduler
-    return (
-        scheduler.counters.num_preemptions,
-        scheduler.counters.num_preemptions_by_swap,
-        scheduler.counters.num_swapped_out_blocks + scheduler.counters.num_swapped_in_blocks,
-        scheduler.counters.num_recomputed_tokens,
-    )
+def _counts(engine: Engine) -> list[int]:
+    counters = engine.core.scheduler.counters
+    return [
+        counters.num_preemptions,
+        counters.num_preemptions_by_swap,
+        counters.num_swapped_out_blocks + counters.num_swapped_in_blocks,
+        counters.num_recomputed_tokens,
+    ]
 
 
-def run_of(
-    block_size: int, mode: str, rounds: Sequence[Served], wanted: Sequence[list[int]]
-) -> Run:
-    """A mode's rounds, compared with the `wanted` outputs, which come without preemption."""
-    same = [a == b for served in rounds for a, b in zip(served.tokens, wanted, strict=True)]
-    output_per_s, latency_ms, swap_percent = np.median([r[:3] for r in rounds], axis=0).tolist()
-    return Run(
-        block_size,
-        mode,
-        output_per_s,
-        latency_ms,
-        *rounds[0].counts,
-        swap_percent=swap_percent,
-        same_percent=100 * sum(same) / len(same),
-    )
+def row_of(
+    block_size: int, mode: str, rounds: Sequence[tuple[Row, Outputs]], wanted: Outputs
+) -> Row:
+    """A mode's rounds: medians, but counts of the first; `wanted` come without preemption."""
+    rows = [row for row, _ in rounds]
+    medians = {
+        name: float(np.median([row[name] for row in rows]))
+        for name in ("output_per_s", "latency_ms", "swap_percent")
+    }
+    same = [a == b for _, tokens in rounds for a, b in zip(tokens, wanted, strict=True)]
+    same_percent = 100 * sum(same) / len(same)
+    head = {"block_size": block_size, "mode": mode}
+    return {**head, **rows[0], **medians, "same_percent": same_percent}
 
 
 def serve_modes(
@@ -92,7 +70,7 @@ def serve_modes(
     *,
     pool_percent: int,
     rounds: int,
-) -> list[Run]:
+) -> list[Row]:
     """Serve the requests in each mode in turn, round by round.
 
     options: options of each engine, its block size among them.
@@ -101,7 +79,7 @@ def serve_modes(
     block_size = options["block_size"]
     blocks = [-(-(r.num_prompt_tokens + r.max_tokens - 1) // block_size) for r in requests]
     small = max(max(blocks), sum(blocks) * pool_percent // 100)
-    served: dict[str, list[Served]] = {mode: [] for mode in MODES}
+    served: dict[str, list[tuple[Row, Outputs]]] = {mode: [] for mode in MODES}
     with ExitStack() as stack:
         engines = {}
         for mode in MODES:
@@ -118,5 +96,5 @@ def serve_modes(
             order = MODES if number % 2 == 0 else MODES[::-1]  # a noisy machine slows all of them
             for mode in order:
                 served[mode].append(serve_once(engines[mode], requests))
-    wanted = served["none"][0].tokens
-    return [run_of(block_size, mode, served[mode], wanted) for mode in MODES]
+    _, wanted = served["none"][0]
+    return [row_of(block_size, mode, served[mode], wanted) for mode in MODES]

@@ -23,50 +23,51 @@ Expect some minutes with --quick and an hour or so without on two CPU cores. --o
 results.json, results.csv (micro), end_to_end.csv and preemption.png.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from operator import itemgetter, truediv
-from typing import Any, NamedTuple
+from operator import itemgetter
+from typing import Any
+
+import numpy as np
 
 from experiments.lib import figures
 from experiments.lib.claims import Claim, Results, Rule, above, at_most, claim
 from experiments.lib.experiment import grid, run
 from experiments.lib.options import Options, engine_option, engine_options, option
-from experiments.lib.reporting import print_table, write_csv, write_results
+from experiments.lib.reporting import print_rows, write_csv, write_results
 from experiments.paper import fig19_micro as micro
-from experiments.paper.fig19_end_to_end import MODES, Run, serve_modes
+from experiments.paper.fig19_end_to_end import COUNTS, MODES, serve_modes
 from paged_jax.loading import load_model
 from paged_jax.workloads import VocabRange, build_workload
 
+RUNS = ("micro", "end_to_end")
+WAYS = {"a copy for each block": "each", "swap": "swap", "recompute": "recompute"}
 MIDDLE_BLOCKS = 16, 64  # between these block sizes, swapping and recomputing are about even
 MOST_OVER_SWAP = 1.2  # recompute / swap, the paper's bound
 
-Rows = Sequence[Mapping[str, Any]]
+Row = dict[str, Any]
+
+# Columns of the tables
+MEASURED = ("block_size", "blocks", "out_ms", "in_ms", "swap_ms", "each_ms", "recompute_ms")
+MODELLED = ("block_size", "a100_copies", "a100_each_ms", "a100_swap_ms", "a100_recompute_ms")
+SERVED = ("block_size", "mode", "output_per_s", "latency_ms", "swap_percent", "same_percent")
+COUNTED = ("block_size", "mode", *COUNTS)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Config(Options):
-    runs: tuple[str, ...] = option(
-        ("micro", "end_to_end"), "These runs are made.", choices=("micro", "end_to_end")
-    )
-    num_tokens: int = option(512, "The sequence has so many tokens.", quick=256, least=1)
+    runs: tuple[str, ...] = option(RUNS, "The runs to make.", choices=RUNS)
+    num_tokens: int = option(512, "Tokens of the sequence.", quick=256, least=1)
     block_sizes: tuple[int, ...] = option(
-        tuple(2**i for i in range(9)),
-        "The sequence lies in blocks of so many slots, one for each token.",
-        quick=(1, 16, 256),
-        least=1,
+        tuple(2**i for i in range(9)), "Micro: slots of a block.", quick=(1, 16, 256), least=1
     )
-    rounds: int = option(7, "Each measurement is made so many times.", quick=3, least=1)
+    rounds: int = option(7, "Micro: number of measurements.", quick=3, least=1)
     served_block_sizes: tuple[int, ...] = option(
-        (4, 16, 64), "End to end, blocks have so many slots.", quick=(16,), least=1
+        (4, 16, 64), "End to end: slots of a block.", quick=(16,), least=1
     )
-    served_rounds: int = option(
-        3, "End to end, each mode serves the requests so many times.", quick=2, least=1
-    )
-    num_requests: int = option(24, "End to end, there are so many requests.", quick=12, least=1)
-    max_tokens: int = option(
-        256, "End to end, outputs are cut to so many tokens.", quick=128, least=1
-    )
+    served_rounds: int = option(3, "End to end: rounds of all modes.", quick=2, least=1)
+    num_requests: int = option(24, "End to end: number of requests.", quick=12, least=1)
+    max_tokens: int = option(256, "End to end: outputs are cut to this.", quick=128, least=1)
     pool_percent: int = option(
         25, "The pool's size, in percent of all the blocks that the requests come to hold.", least=1
     )
@@ -74,32 +75,7 @@ class Config(Options):
     max_num_seqs: int = engine_option("max_num_seqs", 16)
     max_num_batched_tokens: int = engine_option("max_num_batched_tokens", 128)
     enable_prefix_caching: bool = engine_option("enable_prefix_caching", False)
-    model: str = option("smollm2", "The model has this name or path.")
-
-
-class Case(NamedTuple):
-    """One block size of the micro run. Swap is out and in; a100_… is modelled for OPT-13B."""
-
-    block_size: int
-    blocks: int
-    out_ms: float
-    in_ms: float
-    swap_ms: float
-    each_ms: float  # a step for each block
-    recompute_ms: float
-    a100_copies: int  # each way, if there is one for each block and layer
-    a100_each_ms: float
-    a100_swap_ms: float  # gathered before they are copied
-    a100_recompute_ms: float
-
-
-class Comparison(NamedTuple):
-    """What the paper says of Figure 19, and the same figure here."""
-
-    paper: str
-    figure: str
-    measured: float | None
-    a100: float | None  # modelled, a copy for each block and layer as in the paper's system
+    model: str = option("smollm2", "Name or path of the model.")
 
 
 class Preemption:
@@ -108,27 +84,14 @@ class Preemption:
     def __init__(self, config: Config):
         self._config, self._model = config, load_model(config.model)
 
-    def measure(self, block_size: int) -> Case:
+    def measure(self, block_size: int) -> Row:
         """Take one sequence out of the cache and bring it back."""
-        num_tokens, rounds, seed = self._config.num_tokens, self._config.rounds, self._config.seed
-        out_ms, in_ms, each_ms, recompute_ms = micro.measure(
-            self._model, num_tokens, block_size, rounds=rounds, seed=seed
-        )
-        return Case(
-            block_size,
-            -(-num_tokens // block_size),
-            out_ms,
-            in_ms,
-            out_ms + in_ms,
-            each_ms,
-            recompute_ms,
-            micro.num_copies(num_tokens, block_size),
-            1e3 * micro.swap_s(num_tokens, block_size),
-            1e3 * micro.gathered_swap_s(num_tokens, block_size),
-            1e3 * micro.recompute_s(num_tokens, block_size),
+        config = self._config
+        return micro.measure(
+            self._model, config.num_tokens, block_size, rounds=config.rounds, seed=config.seed
         )
 
-    def serve(self, block_size: int) -> list[Run]:
+    def serve(self, block_size: int) -> list[Row]:
         """Serve the requests in each mode."""
         config = self._config
         requests, notes = build_workload(
@@ -151,43 +114,48 @@ class Preemption:
         )
 
 
-def compare(rows: Rows) -> list[Comparison]:
-    """The paper's claims, each with the figures that tell whether it holds.
+def compare(rows: Sequence[Row]) -> list[Row]:
+    """The paper's claims beside figures of the micro run, measured and modelled.
 
-    rows: the cases of the micro run, by block size.
+    rows: by block size. a100: with a copy for each block and layer, as in the paper's system.
     """
     sizes = [row["block_size"] for row in rows]
-    both = [
-        [[row[f"{kind}{name}_ms"] for row in rows] for name in ("each", "swap", "recompute")]
-        for kind in ("", "a100_")
-    ]
+
+    def beside(paper: str, figure: str, of: Callable[..., float]) -> Row:
+        """`of` the times by block size: a copy for each block, gathered first, recomputed."""
+        measured, a100 = (
+            of(*np.array([[row[f"{kind}{name}_ms"] for row in rows] for name in WAYS.values()]))
+            for kind in ("", "a100_")
+        )
+        return {"paper": paper, "figure": figure, "measured": float(measured), "a100": float(a100)}
+
     low, high = MIDDLE_BLOCKS
     return [
-        Comparison(
+        beside(
             "swapping is slow at small blocks: many small copies",
             f"a copy for each block: block size {sizes[0]} / {sizes[-1]}",
-            *(each[0] / each[-1] for each, _, _ in both),
+            lambda each, swap, recompute: each[0] / each[-1],
         ),
-        Comparison(
+        beside(
             "likewise",
             f"blocks gathered first: block size {sizes[0]} / {sizes[-1]}",
-            *(swap[0] / swap[-1] for _, swap, _ in both),
+            lambda each, swap, recompute: swap[0] / swap[-1],
         ),
-        Comparison(
+        beside(
             "recomputing takes the same at any block size",
             "longest / shortest",
-            *(max(recompute) / min(recompute) for _, _, recompute in both),
+            lambda each, swap, recompute: recompute.max() / recompute.min(),
         ),
-        Comparison(
+        beside(
             "recomputing takes never more than 20 % longer than swapping",
             f"recompute / swap, the most (paper: {MOST_OVER_SWAP})",
-            *(max(map(truediv, recompute, each)) for each, _, recompute in both),
+            lambda each, swap, recompute: (recompute / each).max(),
         ),
         *(
-            Comparison(
+            beside(
                 f"from {low} to {high} slots a block both are about even",
                 f"recompute / swap, block size {size}",
-                *(recompute[i] / each[i] for each, _, recompute in both),
+                lambda each, swap, recompute, i=i: recompute[i] / each[i],
             )
             for i, size in enumerate(sizes)
             if low <= size <= high
@@ -195,18 +163,70 @@ def compare(rows: Rows) -> list[Comparison]:
     ]
 
 
-def compare_served(runs: Sequence[Run]) -> list[Comparison]:
+def compare_served(rows: Sequence[Row]) -> list[Row]:
     """The paper's claim about runs end to end."""
-    latency_ms = {(run.block_size, run.mode): run.latency_ms for run in runs}
+    latency_ms = {(row["block_size"], row["mode"]): row["latency_ms"] for row in rows}
     return [
-        Comparison(
-            "both are about even, end to end",
-            f"latency, recompute / swap, block size {size}",
-            latency_ms[size, "recompute"] / latency_ms[size, "swap"],
-            None,
-        )
-        for size in dict.fromkeys(run.block_size for run in runs)
+        {
+            "paper": "both are about even, end to end",
+            "figure": f"latency, recompute / swap, block size {size}",
+            "measured": latency_ms[size, "recompute"] / latency_ms[size, "swap"],
+            "a100": None,
+        }
+        for size in dict.fromkeys(size for size, _ in latency_ms)
     ]
+
+
+def plot(config: Config, rows: Sequence[Row], served_rows: Sequence[Row]) -> None:
+    """Costs against block size, measured and modelled; latencies end to end."""
+    figure, axes = figures.panels(1, 3, size=(4.7, 4))
+    measured, modelled, served = axes[0]
+    sizes = [row["block_size"] for row in rows]
+    for panel, kind in ((measured, ""), (modelled, "a100_")):
+        for label, name in WAYS.items():
+            times = [row[f"{kind}{name}_ms"] for row in rows]
+            figures.lines(panel, {label: list(zip(sizes, times, strict=True))})
+        panel.set(xscale="log", yscale="log", xlabel="block size (slots)")
+        panel.set_ylabel("out and in again, or prefill (ms)")
+        panel.set_xticks(sizes, map(str, sizes))
+        panel.minorticks_off()
+    measured.set_title(f"measured: {config.model}")
+    modelled.set_title("modelled: OPT-13B on an A100")
+    served_sizes = [str(size) for size in dict.fromkeys(row["block_size"] for row in served_rows)]
+    latencies = {
+        mode: [row["latency_ms"] for row in served_rows if row["mode"] == mode] for mode in MODES
+    }
+    figures.bars(served, served_sizes, latencies)
+    served.set(title="end to end", xlabel="block size (slots)")
+    served.set_ylabel("normalised latency (ms/token)")
+    for panel in axes[0]:
+        if panel.get_legend_handles_labels()[0]:
+            panel.legend()
+    figures.save(figure, config.out_dir, "preemption.png")
+
+
+def main(config: Config) -> None:
+    preemption = Preemption(config)
+    rows: list[Row] = []
+    served_rows: list[Row] = []
+    comparisons: list[Row] = []
+    if "micro" in config.runs:
+        sizes = sorted({*config.block_sizes})
+        rows = grid(preemption.measure, sizes, config, unit="block size", description="micro")
+        comparisons += compare(rows)
+        print_rows("Measured: one sequence, taken out and brought back", rows, MEASURED)
+        print_rows("Modelled: OPT-13B on an A100", rows, MODELLED)
+    if "end_to_end" in config.runs:
+        sizes = sorted({*config.served_block_sizes})
+        served = grid(preemption.serve, sizes, config, unit="block size", description="end to end")
+        served_rows = [row for of_size in served for row in of_size]
+        comparisons += compare_served(served_rows)
+        print_rows("End to end", served_rows, SERVED)
+        print_rows("End to end, a round", served_rows, COUNTED)
+    print_rows("The paper's claims (a100: modelled)", comparisons)
+    write_results(rows, config, a100=micro.COST, end_to_end=served_rows, claims=comparisons)
+    write_csv(config.out_dir, "end_to_end.csv", served_rows)
+    plot(config, rows, served_rows)
 
 
 def claims(results: Results) -> Iterator[Claim]:
@@ -255,72 +275,6 @@ def claims(results: Results) -> Iterator[Claim]:
             rule=Rule("between 1/2 and 2", lambda found: all(0.5 <= each <= 2 for each in found)),
             note="a copy's fixed cost is assumed",
         )
-
-
-def plot(config: Config, rows: Rows, runs: Sequence[Run]) -> None:
-    """Costs against block size, measured and modelled; latencies end to end."""
-    figure, axes = figures.panels(1, 3, size=(4.7, 4))
-    measured, modelled, served = axes[0]
-    names = {"a copy for each block": "each", "swap": "swap", "recompute": "recompute"}
-    for panel, prefix in ((measured, ""), (modelled, "a100_")):
-        panel.set(xscale="log", yscale="log", xlabel="block size (slots)")
-        panel.set_ylabel("out and in again, or prefill (ms)")
-        times = {
-            label: [(row["block_size"], row[f"{prefix}{name}_ms"]) for row in rows]
-            for label, name in names.items()
-        }
-        figures.lines(panel, times)
-        sizes = [row["block_size"] for row in rows]
-        panel.set_xticks(sizes, map(str, sizes))
-        panel.minorticks_off()
-    measured.set_title(f"measured: {config.model}")
-    modelled.set_title("modelled: OPT-13B on an A100")
-    latencies = {mode: [r.latency_ms for r in runs if r.mode == mode] for mode in MODES}
-    figures.bars(
-        served, [str(size) for size in dict.fromkeys(r.block_size for r in runs)], latencies
-    )
-    served.set(
-        title="end to end", xlabel="block size (slots)", ylabel="normalised latency (ms/token)"
-    )
-    for panel in axes[0]:
-        if panel.get_legend_handles_labels()[0]:
-            panel.legend()
-    figures.save(figure, config.out_dir, "preemption.png")
-
-
-def print_columns(title: str, rows: Rows, columns: Sequence[str]) -> None:
-    if rows:
-        print_table(title, columns, [[row[name] for name in columns] for row in rows])
-
-
-def main(config: Config) -> None:
-    preemption = Preemption(config)
-    cases: list[Case] = []
-    runs: list[Run] = []
-    if "micro" in config.runs:
-        sizes = sorted({*config.block_sizes})
-        cases = grid(preemption.measure, sizes, config, unit="block size", description="micro")
-    if "end_to_end" in config.runs:
-        sizes = sorted({*config.served_block_sizes})
-        served = grid(preemption.serve, sizes, config, unit="block size", description="end to end")
-        runs = [row for of_size in served for row in of_size]
-
-    rows, served_rows = [c._asdict() for c in cases], [r._asdict() for r in runs]
-    comparisons = (compare(rows) if rows else []) + compare_served(runs)
-    write_results(
-        rows,
-        config,
-        a100=micro.COST,
-        end_to_end=served_rows,
-        claims=[each._asdict() for each in comparisons],
-    )
-    write_csv(config.out_dir, "end_to_end.csv", served_rows)
-    print_columns("Measured: one sequence, taken out and brought back", rows, Case._fields[:7])
-    print_columns("Modelled: OPT-13B on an A100", rows, ("block_size", *Case._fields[7:]))
-    print_columns("End to end", served_rows, (*Run._fields[:4], *Run._fields[8:]))
-    print_columns("End to end, a round", served_rows, ("block_size", "mode", *Run._fields[4:8]))
-    print_table("The paper's claims (a100: modelled)", Comparison._fields, comparisons)
-    plot(config, rows, runs)
 
 
 if __name__ == "__main__":
