@@ -24,6 +24,7 @@ results.json, results.csv (micro), end_to_end.csv and preemption.png.
 """
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from operator import itemgetter
 from typing import Any
@@ -32,26 +33,31 @@ import numpy as np
 
 from experiments.lib import figures
 from experiments.lib.claims import Claim, Results, Rule, above, at_most, claim
+from experiments.lib.driver import serve
 from experiments.lib.experiment import grid, run
 from experiments.lib.options import Options, engine_option, engine_options, option
 from experiments.lib.reporting import print_rows, write_csv, write_results
 from experiments.paper import fig19_micro as micro
-from experiments.paper.fig19_end_to_end import COUNTS, MODES, serve_modes
+from paged_jax import Engine, SamplingParams
 from paged_jax.loading import load_model
-from paged_jax.workloads import VocabRange, build_workload
+from paged_jax.workloads import VocabRange, WorkloadRequest, build_workload
 
 RUNS = ("micro", "end_to_end")
 WAYS = {"a copy for each block": "each", "swap": "swap", "recompute": "recompute"}
 MIDDLE_BLOCKS = 16, 64  # between these block sizes, swapping and recomputing are about even
 MOST_OVER_SWAP = 1.2  # recompute / swap, the paper's bound
 
+MODES = ("none", "recompute", "swap", "auto")  # none: a pool in which everything fits
+
 Row = dict[str, Any]
+Outputs = list[list[int]]  # the tokens of each request
+Served = tuple[Row, Outputs]
 
 # Columns of the tables
 MEASURED = ("block_size", "blocks", "out_ms", "in_ms", "swap_ms", "each_ms", "recompute_ms")
 MODELLED = ("block_size", "a100_copies", "a100_each_ms", "a100_swap_ms", "a100_recompute_ms")
 SERVED = ("block_size", "mode", "output_per_s", "latency_ms", "swap_percent", "same_percent")
-COUNTED = ("block_size", "mode", *COUNTS)
+COUNTED = ("block_size", "mode", "preemptions", "by_swap", "swapped_blocks", "recomputed_tokens")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,8 +98,8 @@ class Preemption:
         )
 
     def serve(self, block_size: int) -> list[Row]:
-        """Serve the requests in each mode."""
-        config = self._config
+        """Serve the requests in each mode in turn, round by round."""
+        config, model = self._config, self._model
         requests, notes = build_workload(
             "lengths",
             lengths="sharegpt",
@@ -101,17 +107,74 @@ class Preemption:
             max_model_len=config.max_model_len,
             max_tokens=config.max_tokens,
             overflow="clip",
-            vocab=VocabRange(0, self._model.config.vocab_size),
+            vocab=VocabRange(0, model.config.vocab_size),
             seed=config.seed,
         )
         print("\n".join([f"block size {block_size}", *notes]))
-        return serve_modes(
-            self._model,
-            engine_options(config) | {"block_size": block_size},
-            requests,
-            pool_percent=config.pool_percent,
-            rounds=config.served_rounds,
-        )
+        blocks = [-(-(r.num_prompt_tokens + r.max_tokens - 1) // block_size) for r in requests]
+        small = max(max(blocks), sum(blocks) * config.pool_percent // 100)
+        options = engine_options(config) | {"block_size": block_size}
+        served: dict[str, list[Served]] = {mode: [] for mode in MODES}
+        with ExitStack() as stack:
+            engines = {}
+            for mode in MODES:
+                engine = Engine(
+                    model,
+                    num_blocks=sum(blocks) if mode == "none" else small,
+                    preemption_mode="recompute" if mode == "none" else mode,
+                    swap_space_blocks=sum(blocks) if mode in ("swap", "auto") else 0,
+                    **options,
+                )
+                engines[mode] = stack.enter_context(closing(engine))
+                engine.warm_up()
+            for number in range(config.served_rounds):
+                # A noisy machine slows all of them.
+                for mode in MODES if number % 2 == 0 else MODES[::-1]:
+                    served[mode].append(serve_once(engines[mode], requests))
+        _, wanted = served["none"][0]
+        return [
+            {"block_size": block_size, "mode": mode} | over_rounds(served[mode], wanted)
+            for mode in MODES
+        ]
+
+
+def serve_once(engine: Engine, requests: Sequence[WorkloadRequest]) -> Served:
+    """Serve requests that are all there at the start, greedily."""
+    before = num_preempted(engine)
+    served = serve(engine, requests, SamplingParams(temperature=0))
+    outputs = [each.output for each in served.served if each.output is not None]
+    if len(outputs) < len(requests):
+        raise ValueError(next(s.refusal or "no output" for s in served.served if s.output is None))
+    tokens = [output.outputs[0].token_ids for output in outputs]
+    seconds = [(output.metrics.last_token_s or 0) - output.metrics.arrival_s for output in outputs]
+    latencies = np.divide(seconds, [len(each) for each in tokens])
+    wall_s, swap_s = (sum(getattr(s, of) for s in served.steps) for of in ("wall_s", "swap_s"))
+    row = {
+        "output_per_s": sum(map(len, tokens)) / served.wall_s,  # tokens/s
+        "latency_ms": 1e3 * float(np.mean(latencies)),  # normalised: arrival to the end, by token
+        **{name: count - before[name] for name, count in num_preempted(engine).items()},
+        "swap_percent": 100 * swap_s / wall_s,  # of the time that iterations take
+    }
+    return row, tokens
+
+
+def num_preempted(engine: Engine) -> dict[str, int]:
+    counters = engine.core.scheduler.counters
+    return {
+        "preemptions": counters.num_preemptions,
+        "by_swap": counters.num_preemptions_by_swap,
+        "swapped_blocks": counters.num_swapped_out_blocks + counters.num_swapped_in_blocks,
+        "recomputed_tokens": counters.num_recomputed_tokens,
+    }
+
+
+def over_rounds(rounds: Sequence[Served], wanted: Outputs) -> Row:
+    """Medians over a mode's rounds, counts of its first, and how many outputs are as `wanted`."""
+    rows = [row for row, _ in rounds]
+    timed = ("output_per_s", "latency_ms", "swap_percent")
+    medians = {name: float(np.median([row[name] for row in rows])) for name in timed}
+    same = [a == b for _, tokens in rounds for a, b in zip(tokens, wanted, strict=True)]
+    return rows[0] | medians | {"same_percent": 100 * sum(same) / len(same)}
 
 
 def compare(rows: Sequence[Row]) -> list[Row]:
