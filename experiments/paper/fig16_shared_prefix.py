@@ -18,11 +18,13 @@ minutes with --quick and a quarter of an hour without on two CPU cores. --out_di
 results.csv and shared_prefix.png.
 """
 
+import json
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from operator import itemgetter
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -61,65 +63,17 @@ class Config(Options):
 Row = dict[str, Any]
 Encode = Callable[[str], Sequence[int]]
 
-INSTRUCTION = "Translate the following English sentences into German.\n\n"
-EXAMPLES = (
-    (
-        "She said that the results were encouraging, but that it was far too early to speak of a "
-        "breakthrough.",
-        "Sie sagte, die Ergebnisse seien ermutigend, doch sei es viel zu früh, um von einem "
-        "Durchbruch zu sprechen.",
-    ),
-    (
-        "The new committee will present its report on the future of the railways in the north "
-        "before the summer break.",
-        "Der neue Ausschuss wird seinen Bericht über die Zukunft der Eisenbahn im Norden noch vor "
-        "der Sommerpause vorlegen.",
-    ),
-    (
-        "In the old town, where the market is held every Saturday, most of the houses date back to "
-        "the seventeenth century.",
-        "In der Altstadt, wo jeden Samstag der Markt stattfindet, stammen die meisten Häuser aus "
-        "dem siebzehnten Jahrhundert.",
-    ),
-    (
-        "If the weather stays dry, the harvest will begin two weeks earlier than it did last year.",
-        "Wenn das Wetter trocken bleibt, beginnt die Ernte zwei Wochen früher als im vergangenen "
-        "Jahr.",
-    ),
-    (
-        "The museum has closed two of its halls, because the roof has to be repaired before the "
-        "winter.",
-        "Das Museum hat zwei seiner Säle geschlossen, weil das Dach vor dem Winter ausgebessert "
-        "werden muss.",
-    ),
-)
-SENTENCES = (
-    "The new bridge will be opened to traffic in the spring.",
-    "Nobody in the village could remember a colder winter.",
-    "The minister declined to answer questions about the budget.",
-    "Prices for bread and milk have risen again this month.",
-    "Two hikers were rescued from the mountain on Sunday evening.",
-    "The orchestra will play three concerts in the city hall.",
-    "Scientists have found traces of the plant in very old ice.",
-    "The train to the coast was delayed by more than an hour.",
-    "Many young families are moving back to the countryside.",
-    "The court will announce its decision at the end of the week.",
-    "He learned to repair clocks from his grandmother.",
-    "The factory employs more people today than it did in the past.",
-    "A heavy storm damaged several roofs near the harbour.",
-    "The library stays open until ten o'clock in the evening.",
-    "Farmers hope for rain before the beginning of the harvest.",
-    "The team won its third match in a row without conceding a goal.",
-)
+# An instruction, worked examples (English, German), and sentences to be translated.
+PROMPTS = json.loads((Path(__file__).parent / "fig16_prompts.json").read_text())
 
 
 def prefix_tokens(encode: Encode, num_tokens: int) -> list[int]:
-    """The first `num_tokens` tokens of an instruction and worked examples, as often as needed.
+    """The first `num_tokens` tokens of the instruction and the examples, as often as needed.
 
     With SmolLM2's tokenizer, 80 tokens are the instruction and one example, 341 are all five.
     """
-    examples = "".join(f"English: {english}\nGerman: {german}\n\n" for english, german in EXAMPLES)
-    text = INSTRUCTION + examples
+    examples = "".join(f"English: {one}\nGerman: {other}\n\n" for one, other in PROMPTS["examples"])
+    text = PROMPTS["instruction"] + examples
     while len(tokens := list(encode(text))) < num_tokens:
         text += examples
     return tokens[:num_tokens]
@@ -127,9 +81,9 @@ def prefix_tokens(encode: Encode, num_tokens: int) -> list[int]:
 
 def questions(encode: Encode, count: int, *, seed: int) -> list[list[int]]:
     """Prompts to append to the prefix: two sentences to be translated, chosen at random."""
-    rng = np.random.default_rng(seed)
-    chosen = [rng.choice(len(SENTENCES), size=2, replace=False) for _ in range(count)]
-    return [list(encode(f"English: {SENTENCES[a]} {SENTENCES[b]}\nGerman:")) for a, b in chosen]
+    rng, sentences = np.random.default_rng(seed), PROMPTS["sentences"]
+    chosen = [rng.choice(len(sentences), size=2, replace=False) for _ in range(count)]
+    return [list(encode(f"English: {sentences[a]} {sentences[b]}\nGerman:")) for a, b in chosen]
 
 
 class Pair:
