@@ -67,11 +67,6 @@ class Step:
         out_dir = f"--out_dir={Path(config.out_dir) / self.name}"
         return [sys.executable, "-m", f"experiments.{self.module}", *flags, out_dir]
 
-    def claims(self, results: dict[str, Any]) -> list[Claim]:
-        """The paper's claims beside the results, as the experiment judges them."""
-        module = importlib.import_module(f"experiments.{self.module}")
-        return list(module.claims(results))
-
 
 LENGTHS = (
     "The paper publishes the means of its requests' lengths. The spread of ShareGPT's outputs, one "
@@ -158,11 +153,9 @@ HIT_RATE = Step("costs.prefix_hit_rate", "Prefix hits of a Mooncake trace", quic
 
 @dataclass(frozen=True, kw_only=True)
 class Config(Options):
-    only: tuple[str, ...] = option(
-        (), f"Only these experiments run: {', '.join(step.name for step in STEPS)}."
-    )
+    only: tuple[str, ...] = option((), f"Only these run: {', '.join(s.name for s in STEPS)}.")
     mooncake: str | None = option(
-        None, "prefix_hit_rate reads this Mooncake trace (JSONL), and runs only with one."
+        None, "Mooncake trace (JSONL); only with one prefix_hit_rate runs."
     )
     fresh: bool = option(False, "Run again what has run already.")
 
@@ -201,15 +194,6 @@ class Outcome:
     def succeeded(self) -> bool:
         return self.returncode == 0
 
-    @property
-    def failure(self) -> str | None:
-        return None if self.succeeded else f"exit code {self.returncode}: {self.last_line}"
-
-    @property
-    def took(self) -> str:
-        kept = ", kept from an earlier run" if self.was_kept else ""
-        return f"{self.seconds:.0f} s ({self.cpu_seconds:.0f} s of CPU time){kept}"
-
 
 def kept_outcome(folder: Path, command: list[str], commit: str | None) -> Outcome | None:
     """The outcome of an earlier run of the same command at the same commit, if it succeeded."""
@@ -238,14 +222,9 @@ def run_command(
             process.terminate()
             process.wait()
             raise
-    outcome = Outcome(
-        command,
-        commit,
-        time.monotonic() - start,
-        _cpu_seconds() - cpu_start,
-        process.returncode,
-        last_line(folder / LOG),
-    )
+    seconds, cpu_seconds = time.monotonic() - start, _cpu_seconds() - cpu_start
+    ended = process.returncode, last_line(folder / LOG)
+    outcome = Outcome(command, commit, seconds, cpu_seconds, *ended)
     (folder / DONE).write_text(json.dumps(asdict(outcome), indent=2) + "\n")
     return outcome
 
@@ -272,19 +251,17 @@ def run_step(step: Step, config: Config, commit: str | None, bar: "tqdm[Any]") -
     outcome = None if config.fresh else kept_outcome(folder, command, commit)
     if outcome is None:
         outcome = run_command(command, folder, commit, lambda line: bar.set_postfix_str(line[-60:]))
-    claims = []
+    claims: list[Claim] = []
+    failure = None
     if outcome.succeeded:
-        claims = step.claims(json.loads((folder / "results.json").read_text()))
-    return Section(
-        step.name,
-        step.title,
-        step.remark,
-        folder,
-        f"python {shlex.join(outcome.command[1:])}",
-        outcome.took,
-        outcome.failure,
-        claims,
-    )
+        judge = importlib.import_module(f"experiments.{step.module}").claims
+        claims = list(judge(json.loads((folder / "results.json").read_text())))
+    else:
+        failure = f"exit code {outcome.returncode}: {outcome.last_line}"
+    ran = f"python {shlex.join(outcome.command[1:])}"
+    took = f"{outcome.seconds:.0f} s ({outcome.cpu_seconds:.0f} s of CPU time)"
+    took += ", kept from an earlier run" if outcome.was_kept else ""
+    return Section(step.name, step.title, step.remark, folder, ran, took, failure, claims)
 
 
 def main(config: Config) -> int:
@@ -317,16 +294,11 @@ def main(config: Config) -> int:
         for section in sections
         for claim in section.claims
     ]
-    results = {
-        "flags": as_dict(config),
-        "environment": environment,
-        "summary": summary(sections),
-        "claims": rows,
-    }
-    reporting.write_json(out_dir, "results.json", results)
-    columns = ("experiment", "claim", "paper", "here", "verdict")
-    reporting.print_table(title, columns, [[row[name] for name in columns] for row in rows])
-    print(*(f"{count} {what}" for what, count in summary(sections).items()), sep=", ")
+    counts = summary(sections)
+    results = {"flags": as_dict(config), "environment": environment, "summary": counts}
+    reporting.write_json(out_dir, "results.json", results | {"claims": rows})
+    reporting.print_rows(title, rows, ("experiment", "claim", "paper", "here", "verdict"))
+    print(*(f"{count} {what}" for what, count in counts.items()), sep=", ")
     print(f"report in {out_dir / 'report.html'} and {out_dir / 'report.md'}")
     return int(any(section.failure is not None for section in sections))
 
