@@ -10,12 +10,10 @@ long as ShareGPT's, at most 1024 tokens. One engine finds in its prefix cache wh
 the turns before, the other has prefix caching off. Both hold the same conversations in turn, round
 by round, so that a noisy machine slows both; ratios are medians over the rounds.
 
-A conversation longer than the window loses its beginning with each turn, and with it all that
-could be found: no two prompts begin alike any more. The second table keeps these turns apart.
---window_step=512 lets the beginning of prompts jump by 512 tokens, so that it stays for some turns.
-
-The paper compares with Orca and keeps nothing between turns: the whole of its gain is memory for
-larger batches. Here only the cache is different.
+A conversation longer than the window loses its beginning with each turn, and with it all that could
+be found; the second table keeps these turns apart. With --window_step=512 the beginning of prompts
+jumps by 512 tokens, so that it stays for some turns. The paper compares with Orca and keeps nothing
+between turns: its gain is memory for larger batches. Here only the cache is different.
 
 Expect minutes with --quick, which has fewer, shorter conversations and answers, and about half an
 hour without on two CPU cores. --out_dir gets results.json, results.csv, turns.jsonl, chatbot.png.

@@ -7,24 +7,22 @@
 Micro: one sequence of --num_tokens is taken out of the cache and brought back, for each block size:
 
     measured   its blocks are copied to a pool in host memory and back, many blocks a step as the
-               engine does it, and one block a step, as the paper's system issued a copy for each;
-               or its tokens are prefilled. On a CPU both pools lie in host memory, so that copies
-               cost much less than over PCIe, and computing much more than on a GPU.
-    A100       the same for OPT-13B on an A100, by the simulator's cost model: see
-               `fig19_micro.py`. Nothing of it is measured.
+               engine does it, and one a step, as the paper's system does; or its tokens are
+               prefilled. On a CPU both pools lie in host memory, so that copies cost much less than
+               over PCIe, and computing much more than on a GPU.
+    A100       the same for OPT-13B on an A100, by the simulator's cost model (`fig19_micro.py`)
 
-End to end: requests with ShareGPT's lengths, cut, all there at the start, in a pool with room for
-a share of them, so that running requests are preempted, in each mode and at each block size; and in
-a pool with room for all ("none"). Outputs must be the same. Prefix caching is off, as in the
-paper's system; with it on (--enable_prefix_caching) a preempted request may find its own blocks
-again.
+End to end: requests with ShareGPT's lengths, cut, all there at the start, in a pool with room for a
+share of them, so that running requests are preempted, in each mode and at each block size; and in a
+pool with room for all ("none"). Outputs must be the same. Prefix caching is off, as in the paper's
+system; with --enable_prefix_caching a preempted request may find its own blocks again.
 
 Expect some minutes with --quick and an hour or so without on two CPU cores. --out_dir gets
 results.json, results.csv (micro), end_to_end.csv and preemption.png.
 """
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, closing
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from operator import itemgetter
 from typing import Any
@@ -110,22 +108,22 @@ class Preemption:
             vocab=VocabRange(0, model.config.vocab_size),
             seed=config.seed,
         )
-        print("\n".join([f"block size {block_size}", *notes]))
+        print(f"block size {block_size}", *notes, sep="\n")
         blocks = [-(-(r.num_prompt_tokens + r.max_tokens - 1) // block_size) for r in requests]
         small = max(max(blocks), sum(blocks) * config.pool_percent // 100)
         options = engine_options(config) | {"block_size": block_size}
         served: dict[str, list[Served]] = {mode: [] for mode in MODES}
+        engines = {}
         with ExitStack() as stack:
-            engines = {}
             for mode in MODES:
-                engine = Engine(
+                engines[mode] = engine = Engine(
                     model,
                     num_blocks=sum(blocks) if mode == "none" else small,
                     preemption_mode="recompute" if mode == "none" else mode,
                     swap_space_blocks=sum(blocks) if mode in ("swap", "auto") else 0,
                     **options,
                 )
-                engines[mode] = stack.enter_context(closing(engine))
+                stack.callback(engine.close)
                 engine.warm_up()
             for number in range(config.served_rounds):
                 # A noisy machine slows all of them.
@@ -183,46 +181,30 @@ def compare(rows: Sequence[Row]) -> list[Row]:
     rows: by block size. a100: with a copy for each block and layer, as in the paper's system.
     """
     sizes = [row["block_size"] for row in rows]
-
-    def beside(paper: str, figure: str, of: Callable[..., float]) -> Row:
-        """`of` the times by block size: a copy for each block, gathered first, recomputed."""
-        measured, a100 = (
-            of(*np.array([[row[f"{kind}{name}_ms"] for row in rows] for name in WAYS.values()]))
-            for kind in ("", "a100_")
-        )
-        return {"paper": paper, "figure": figure, "measured": float(measured), "a100": float(a100)}
-
+    each, swap, recompute = (  # [measured or modelled, block size]
+        np.array([[row[f"{kind}{name}_ms"] for row in rows] for kind in ("", "a100_")])
+        for name in WAYS.values()
+    )
+    over_swap, small_large = recompute / each, f"block size {sizes[0]} / {sizes[-1]}"
     low, high = MIDDLE_BLOCKS
-    return [
-        beside(
-            "swapping is slow at small blocks: many small copies",
-            f"a copy for each block: block size {sizes[0]} / {sizes[-1]}",
-            lambda each, swap, recompute: each[0] / each[-1],
-        ),
-        beside(
-            "likewise",
-            f"blocks gathered first: block size {sizes[0]} / {sizes[-1]}",
-            lambda each, swap, recompute: swap[0] / swap[-1],
-        ),
-        beside(
-            "recomputing takes the same at any block size",
-            "longest / shortest",
-            lambda each, swap, recompute: recompute.max() / recompute.min(),
-        ),
-        beside(
-            "recomputing takes never more than 20 % longer than swapping",
-            f"recompute / swap, the most (paper: {MOST_OVER_SWAP})",
-            lambda each, swap, recompute: (recompute / each).max(),
-        ),
+    small = "swapping is slow at small blocks: many small copies"
+    flat = "recomputing takes the same at any block size"
+    bound = "recomputing takes never more than 20 % longer than swapping"
+    even = f"from {low} to {high} slots a block both are about even"
+    compared = [
+        (small, f"a copy for each block: {small_large}", each[:, 0] / each[:, -1]),
+        ("likewise", f"blocks gathered first: {small_large}", swap[:, 0] / swap[:, -1]),
+        (flat, "longest / shortest", recompute.max(axis=1) / recompute.min(axis=1)),
+        (bound, f"recompute / swap, the most (paper: {MOST_OVER_SWAP})", over_swap.max(axis=1)),
         *(
-            beside(
-                f"from {low} to {high} slots a block both are about even",
-                f"recompute / swap, block size {size}",
-                lambda each, swap, recompute, i=i: recompute[i] / each[i],
-            )
+            (even, f"recompute / swap, block size {size}", over_swap[:, i])
             for i, size in enumerate(sizes)
             if low <= size <= high
         ),
+    ]
+    return [
+        {"paper": paper, "figure": figure, "measured": found[0].item(), "a100": found[1].item()}
+        for paper, figure, found in compared
     ]
 
 
