@@ -4,10 +4,9 @@
     python -m experiments.paper.fig15_memory_sharing
     python -m experiments.paper.fig15_memory_sharing --runs=simulated --widths=2,8,16 --block_size=8
 
-Saved are the blocks that sharing makes unnecessary, as a share of all blocks that would be held
-without it (Kwon et al., section 6.3), over all iterations of a run. Requests have ShareGPT's and
-Alpaca's mean lengths, outputs of exactly the length drawn, and share nothing with each other. There
-are three runs:
+Saved are the blocks that sharing makes unnecessary, as a share of all that would be held without it
+(Kwon et al., section 6.3), over all iterations of a run. Requests have ShareGPT's and Alpaca's mean
+lengths, outputs of exactly the length drawn, and share nothing with each other. The runs are:
 
     real       SmolLM2 over the beginnings of ShareGPT conversations
     likewise   the same requests without the model: scheduler and memory manager alone, random
@@ -19,9 +18,9 @@ For parallel samples the first two must agree, as lengths alone decide. For beam
 tells how like a model's the drawn tokens are; a second table compares for how many tokens beams
 have been apart.
 
-Expect minutes with --quick, which takes few requests and cuts their outputs in the real run (the
-prompt then weighs more, and so does what it saves), and half an hour or so without on two CPU
-cores. --out_dir gets results.json, results.csv and memory_sharing.png.
+Expect minutes with --quick, which cuts the outputs of the real run, so that prompts and what they
+save weigh more, and half an hour or so without on two CPU cores. --out_dir gets results.json,
+results.csv and memory_sharing.png.
 """
 
 from collections.abc import Iterator
@@ -196,15 +195,22 @@ def measure_opt_13b(config: Config, drawn: Requests, point: Point) -> Row:
     return {"opt_13b": 100 * saved_fraction(usages)}
 
 
-def length_facts(drawn: Requests) -> dict[str, dict[str, float]]:
-    return {
-        lengths: {
+def length_facts(run: str, drawn: Requests) -> dict[str, dict[str, float]]:
+    """How many and how long the requests of a run are, for results.json and stdout."""
+    facts = {}
+    for lengths, requests in drawn.items():
+        prompt = float(np.mean([request.num_prompt_tokens for request in requests]))
+        output = float(np.mean([request.max_tokens for request in requests]))
+        print(
+            f"{run}, {lengths}: {len(requests)}, on average {prompt:.1f} prompt and {output:.1f} "
+            "output tokens"
+        )
+        facts[lengths] = {
             "requests": len(requests),
-            "mean_prompt_tokens": float(np.mean([r.num_prompt_tokens for r in requests])),
-            "mean_output_tokens": float(np.mean([r.max_tokens for r in requests])),
+            "mean_prompt_tokens": prompt,
+            "mean_output_tokens": output,
         }
-        for lengths, requests in drawn.items()
-    }
+    return facts
 
 
 def plot(rows: list[Row], out_dir: str) -> None:
@@ -235,7 +241,7 @@ def main(config: Config) -> None:
         with closing(Engine(config.model, **options)) as engine:
             real = RealRuns(config, engine)
             found.append(grid(real.measure, points, config, unit="run", description="real"))
-        facts["real_requests"] = length_facts(real.requests)
+        facts["real_requests"] = length_facts("real_requests", real.requests)
     if "simulated" in config.runs:
         drawn = draw_requests(config, config.num_requests, vocab_size=VOCAB_SIZE)
         measure = partial(measure_opt_13b, config, drawn)
@@ -243,7 +249,7 @@ def main(config: Config) -> None:
         found.append(
             grid(measure, points, config, unit="run", description="OPT-13B", processes=processes)
         )
-        facts["opt_13b_requests"] = length_facts(drawn)
+        facts["opt_13b_requests"] = length_facts("opt_13b_requests", drawn)
 
     rows: list[Row] = []
     apart: list[Row] = []
@@ -257,13 +263,6 @@ def main(config: Config) -> None:
     report("Blocks saved by sharing (%)", rows, config, **facts, tokens_apart=apart)
     if apart:
         print_rows("Tokens for which the beams have been apart", apart)
-    for name, by_lengths in facts.items():
-        for lengths, values in by_lengths.items():
-            mean_prompt, mean_output = values["mean_prompt_tokens"], values["mean_output_tokens"]
-            print(
-                f"{name}, {lengths}: {values['requests']}, on average {mean_prompt:.1f} prompt and "
-                f"{mean_output:.1f} output tokens"
-            )
     plot(rows, config.out_dir)
 
 

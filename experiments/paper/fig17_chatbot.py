@@ -44,7 +44,6 @@ from experiments.paper.fig17_conversations import (
 )
 from paged_jax import Engine
 from paged_jax.workloads import find_packaged_sharegpt
-from paged_jax.workloads.sharegpt import Exchange
 
 PAPER_RATIO = 2  # over Orca, and nothing kept between turns
 WITH, WITHOUT = "with", "without"
@@ -94,29 +93,14 @@ def make_engine(config: Config, *, enable_prefix_caching: bool) -> Engine:
     )
 
 
+@dataclass(frozen=True)
 class Pair:
     """Two engines, with and without reuse, which hold the same conversations."""
 
-    def __init__(
-        self,
-        config: Config,
-        engines: dict[str, Engine],
-        window: Window,
-        conversations: list[list[Exchange]],
-    ):
-        self._config, self._engines, self._window = config, engines, window
-        self._conversations = draw_conversations(
-            conversations,
-            engines[WITHOUT].tokenizer,
-            config.rounds * config.num_conversations,
-            min_turns=config.min_turns,
-            max_turns=config.max_turns,
-            max_reply_tokens=config.max_output_tokens,
-            seed=config.seed,
-        )
-        for engine in engines.values():
-            engine.warm_up()
-            chat(engine, [[Turn([0, 1], 2)]], num_users=1, window=window)  # untimed
+    config: Config
+    engines: dict[str, Engine]
+    conversations: list[list[Turn]]
+    window: Window
 
     def measure(self, number: int) -> dict[str, ChatRun]:
         """Hold the conversations of a round on one engine and on the other."""
@@ -124,14 +108,14 @@ class Pair:
         return {name: self._hold(number, name) for name in order}
 
     def _hold(self, number: int, name: str) -> ChatRun:
-        conversations = self._conversations[number :: self._config.rounds]
+        conversations = self.conversations[number :: self.config.rounds]
         title, total = f"round {number + 1}, {name} reuse", sum(map(len, conversations))
         with tqdm(desc=title, total=total, unit="turn", leave=False) as bar:
             return chat(
-                self._engines[name],
+                self.engines[name],
                 conversations,
-                num_users=self._config.num_users,
-                window=self._window,
+                num_users=self.config.num_users,
+                window=self.window,
                 salt=f"round {number}",
                 on_turn=lambda _: bar.update(),
             )
@@ -160,23 +144,19 @@ def row_of(name: str, turns: Sequence[AnsweredTurn], wall_s: float) -> Row:
     }
 
 
-def parts_of(turns: Turns) -> list[Row]:
+def parts_of(turns: Turns) -> Iterator[Row]:
     """First turns, later turns, and later turns in conversations longer than the window."""
-    parts = []
     for label, belongs in PARTS:
-        chosen = {name: list(filter(belongs, answered)) for name, answered in turns.items()}
-        if part := chosen[WITH]:
-            parts.append(
-                {
-                    "turns": label,
-                    "number": len(part),
-                    "prompt_tokens": float(np.mean([turn.num_prompt_tokens for turn in part])),
-                    "hit_percent": hit_percent(part),
-                    "without_s": mean_ttft_s(chosen[WITHOUT]),  # to the first token, mean
-                    "with_s": mean_ttft_s(part),
-                }
-            )
-    return parts
+        without, reused = (list(filter(belongs, turns[name])) for name in (WITHOUT, WITH))
+        if reused:
+            yield {
+                "turns": label,
+                "number": len(reused),
+                "prompt_tokens": float(np.mean([turn.num_prompt_tokens for turn in reused])),
+                "hit_percent": hit_percent(reused),
+                "without_s": mean_ttft_s(without),  # to the first token, mean
+                "with_s": mean_ttft_s(reused),
+            }
 
 
 def plot(turns: Turns, out_dir: str) -> None:
@@ -191,11 +171,9 @@ def plot(turns: Turns, out_dir: str) -> None:
         panel.set_xlabel("turn")
         panel.xaxis.get_major_locator().set_params(integer=True)
     times, hits = axes[0]
-    times.set_ylabel("mean time to first token (s)")
-    times.set_ylim(bottom=0)
+    times.set(ylabel="mean time to first token (s)", ylim=(0, None))
     times.legend()
-    hits.set_ylabel("prompt tokens found in the cache (%)")
-    hits.set_ylim(0, 100)
+    hits.set(ylabel="prompt tokens found in the cache (%)", ylim=(0, 100))
     figures.save(figure, out_dir, "chatbot.png")
 
 
@@ -210,13 +188,25 @@ def main(config: Config) -> None:
         closing(make_engine(config, enable_prefix_caching=False)) as without,
         closing(make_engine(config, enable_prefix_caching=True)) as with_reuse,
     ):
-        pair = Pair(config, {WITHOUT: without, WITH: with_reuse}, window, read)
+        conversations = draw_conversations(
+            read,
+            without.tokenizer,
+            config.rounds * config.num_conversations,
+            min_turns=config.min_turns,
+            max_turns=config.max_turns,
+            max_reply_tokens=config.max_output_tokens,
+            seed=config.seed,
+        )
+        for engine in (without, with_reuse):
+            engine.warm_up()
+            chat(engine, [[Turn([0, 1], 2)]], num_users=1, window=window)  # untimed
+        pair = Pair(config, {WITHOUT: without, WITH: with_reuse}, conversations, window)
         rounds = grid(pair.measure, range(config.rounds), config, unit="round")
 
     runs = {name: [of_round[name] for of_round in rounds] for name in (WITHOUT, WITH)}
     turns = {name: [turn for run in of for turn in run.turns] for name, of in runs.items()}
     wall_s = {name: [run.wall_s for run in of] for name, of in runs.items()}
-    parts = parts_of(turns)
+    parts = list(parts_of(turns))
     low, ratio, high = ratio_spread(wall_s[WITHOUT], wall_s[WITH])
     same = [
         a == b
