@@ -72,9 +72,7 @@ class Config(Options):
     served_rounds: int = option(3, "End to end: rounds of all modes.", quick=2, least=1)
     num_requests: int = option(24, "End to end: number of requests.", quick=12, least=1)
     max_tokens: int = option(256, "End to end: outputs are cut to this.", quick=128, least=1)
-    pool_percent: int = option(
-        25, "The pool's size, in percent of all the blocks that the requests come to hold.", least=1
-    )
+    pool_percent: int = option(25, "Size of the pool, in percent of what requests fill.", least=1)
     max_model_len: int = engine_option("max_model_len", 512)
     max_num_seqs: int = engine_option("max_num_seqs", 16)
     max_num_batched_tokens: int = engine_option("max_num_batched_tokens", 128)

@@ -85,11 +85,8 @@ def blocks(
         if section.remark:
             yield "text", section.remark
         if section.claims:
-            yield (
-                "table",
-                COLUMNS,
-                [(c.what, c.paper, c.ours, c.verdict, c.rule) for c in section.claims],
-            )
+            rows = [(c.what, c.paper, c.ours, c.verdict, c.rule) for c in section.claims]
+            yield "table", COLUMNS, rows
         # The reasons of what differs or cannot be compared, each once.
         unmet = [claim for claim in section.claims if not claim.holds and claim.note]
         notes = dict.fromkeys(f"{claim.what}: {claim.note}" for claim in unmet)

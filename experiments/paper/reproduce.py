@@ -6,15 +6,14 @@
     python -m experiments.paper.reproduce --quick --mooncake=conversation.jsonl
 
 Each experiment runs in a process of its own and leaves its results in a folder of --out_dir. Then
-report.html (one file, with all plots) and report.md put the paper's figures beside the figures
-found here, with a verdict on each claim by a rule that is fixed beforehand: reproduced, differs, or
-not comparable where this machine or model cannot decide it. Notes say what differs.
+report.html (one file, with all plots) and report.md put the paper's figures beside the ones here,
+with a verdict on each claim by a rule that is fixed beforehand: reproduced, differs, or not
+comparable where this machine or model cannot decide it. Notes say what differs.
 
-What has run is kept: started again, it goes on where it was interrupted, and runs again only what
-failed, or what another version of the code or other flags have made. --fresh runs all.
-
-On two CPU cores, expect less than 10 minutes with --quick and less than 2 hours without. Exit code
-1: an experiment failed; the report is written all the same.
+Results are kept: started again, it runs only what failed, was interrupted, or was made by another
+version of the code or other flags. --fresh runs all. On two CPU cores, expect less than 10 minutes
+with --quick and less than 2 hours without. Exit code 1: an experiment failed; the report is written
+all the same.
 """
 
 import importlib
@@ -38,9 +37,8 @@ from experiments.lib.experiment import run
 from experiments.lib.options import Options, as_dict, option
 from experiments.paper.report import Section, html_page, markdown, summary
 
-# The plan. Experiments that decide most claims come first. Without --quick, simulations of the
-# paper's figures run in full, and real runs as far as two hours on two CPU cores allow; each
-# experiment alone, without flags, takes longer.
+# The plan. Experiments that decide most claims come first. Without --quick, simulations run in
+# full, and real runs as far as two hours on two CPU cores allow.
 
 
 @dataclass(frozen=True)
@@ -154,9 +152,7 @@ HIT_RATE = Step("costs.prefix_hit_rate", "Prefix hits of a Mooncake trace", quic
 @dataclass(frozen=True, kw_only=True)
 class Config(Options):
     only: tuple[str, ...] = option((), f"Only these run: {', '.join(s.name for s in STEPS)}.")
-    mooncake: str | None = option(
-        None, "Mooncake trace (JSONL); only with one prefix_hit_rate runs."
-    )
+    mooncake: str | None = option(None, "Mooncake trace (JSONL), which prefix_hit_rate needs.")
     fresh: bool = option(False, "Run again what has run already.")
 
 
@@ -237,10 +233,7 @@ def _cpu_seconds() -> float:
 
 def last_line(log: Path) -> str:
     """The last line that is not blank; of a progress bar, its last state."""
-    with log.open("rb") as file:
-        file.seek(0, 2)
-        file.seek(max(0, file.tell() - 4096))
-        text = file.read().decode(errors="replace")
+    text = log.read_bytes()[-4096:].decode(errors="replace")
     lines = [line.strip() for line in text.replace("\r", "\n").splitlines() if line.strip()]
     return lines[-1] if lines else ""
 
