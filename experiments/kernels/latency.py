@@ -20,7 +20,7 @@ latency.png. Exit code 1: a kernel was wrong or failed.
 """
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, partial
 from typing import Any, Self
@@ -33,7 +33,7 @@ from experiments.kernels.baselines import CONTIGUOUS, check_name
 from experiments.kernels.measure import Row, empty_row, measure, tables, with_ratios
 from experiments.kernels.shapes import GEOMETRIES, Shape, parse_geometry
 from experiments.lib import figures
-from experiments.lib.claims import Claim
+from experiments.lib.claims import Claim, Results
 from experiments.lib.experiment import grid, run
 from experiments.lib.options import Options, option
 from experiments.lib.reporting import print_table, write_results
@@ -176,7 +176,7 @@ def main(config: Config) -> int:
     return int(any(row.verdict.startswith(("wrong", "failed")) for row in rows))
 
 
-def claims(results: dict[str, Any]) -> list[Claim]:
+def claims(results: Results) -> Iterator[Claim]:
     """The paged kernel beside a contiguous one; a CPU's says nothing of a GPU's."""
     device = results["environment"]["device_kind"]
     is_gpu = results["environment"]["device_platform"] == "gpu"
@@ -188,11 +188,9 @@ def claims(results: dict[str, Any]) -> list[Claim]:
         and row["batch"] in (8, 32)
         and row["context"] <= 256
     ]
-    if not ratios:
-        return []
-    low, high = results["paper_ratio"]
-    return [
-        Claim(
+    if ratios:
+        low, high = results["paper_ratio"]
+        yield Claim(
             "time of the paged attention kernel over a contiguous one, batch 8 and 32",
             f"{low:.2f} to {high:.2f}",
             f"{min(ratios):.2f} to {max(ratios):.2f} on {device}",
@@ -200,7 +198,6 @@ def claims(results: dict[str, Any]) -> list[Claim]:
             max(ratios) <= high if is_gpu else None,
             "" if is_gpu else "XLA's gather on a CPU is another kernel on another device",
         )
-    ]
 
 
 if __name__ == "__main__":

@@ -19,6 +19,7 @@ Expect seconds without the simulation, a minute with --quick and ten without, on
 --out_dir gets results.json, results.csv and capacity.png.
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -28,7 +29,7 @@ import numpy as np
 from matplotlib.axes import Axes
 
 from experiments.lib import figures
-from experiments.lib.claims import Claim, Results, Rows
+from experiments.lib.claims import Claim, Results, Rows, claim, within_points
 from experiments.lib.experiment import grid, run
 from experiments.lib.options import option
 from experiments.lib.reporting import print_table, write_results
@@ -311,30 +312,22 @@ def main(config: Config) -> None:
     plot(deployment, points, batch_sizes, config.out_dir)
 
 
-def claims(results: Results) -> list[Claim]:
+def claims(results: Results) -> Iterator[Claim]:
     """The slots of each set-up, and what fills the memory."""
-    slots = [
-        Claim(
-            f"KV slots: {row['setup']}",
-            row["paper_k"],
-            row["slots_k"],
-            "the same three digits",
-            row["slots_k"] == row["paper_k"],
-        )
-        for row in results["cases"]
-    ]
-    shares = [
-        Claim(
+    for row in results["cases"]:
+        slots, paper_slots = row["slots_k"], row["paper_k"]
+        rule = "the same three digits"
+        yield Claim(f"KV slots: {row['setup']}", paper_slots, slots, rule, slots == paper_slots)
+    for name, percent in PAPER_SHARES.items():
+        share = results["memory_shares"][name]
+        yield claim(
             f"share of the memory: {name}",
-            f"about {paper} %",
-            f"{results['memory_shares'][name]:.1f} %",
-            "within 6 points",
-            abs(results["memory_shares"][name] - paper) <= 6,
-            "the paper divides 26 GB of weights, in powers of 1000, by 40 GiB",
+            paper=f"about {percent} %",
+            found=share,
+            ours=f"{share:.1f} %",
+            rule=within_points(6, percent),
+            note="the paper divides 26 GB of weights, in powers of 1000, by 40 GiB",
         )
-        for name, paper in PAPER_SHARES.items()
-    ]
-    return slots + shares
 
 
 if __name__ == "__main__":

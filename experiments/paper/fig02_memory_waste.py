@@ -21,6 +21,7 @@ Expect two minutes with --quick and 15 minutes without on two CPU cores. --out_d
 results.json, results.csv and memory_waste.png.
 """
 
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from itertools import groupby
@@ -28,7 +29,7 @@ from operator import itemgetter
 from typing import Any, Literal
 
 from experiments.lib import figures
-from experiments.lib.claims import Claim, Results, Rows, chosen, rising
+from experiments.lib.claims import Claim, Results, Rows, Rule, at_least, chosen, claim, in_order
 from experiments.lib.driver import serve
 from experiments.lib.experiment import grid, run
 from experiments.lib.options import option
@@ -303,49 +304,42 @@ def main(config: Config) -> None:
 # The paper's claims
 
 
-def claims(results: Results) -> list[Claim]:
+def claims(results: Results) -> Iterator[Claim]:
     """The shares of each system, and the order of the systems, for each kind of lengths."""
-    claimed = []
+
+    def shares(values: Iterable[float], between: str = " / ") -> str:
+        return between.join(f"{share:.1f}" for share in values)
+
     rows = chosen(results["cases"], run="simulated", lengths="sharegpt")
     for lengths, group in groupby(rows, itemgetter("lengths")):
         by_system = {row["system"]: row for row in group}
         for name in [name for name in ORCA if name in by_system]:
-            row = by_system[name]
-            ours = [row[category] for category in CATEGORIES[:4]]
-            where = f"simulated, {lengths}, {name}:"
-            claimed.append(
-                Claim(
-                    f"{lengths}, {SYSTEMS[name].label}: token states / reserved / internal / "
-                    "external",
-                    " / ".join(f"{share:.1f}" for share in results["paper_percent"][name]),
-                    " / ".join(f"{share:.1f}" for share in ours),
-                    f"each within {POINTS} points",
-                    row["off_points"] <= POINTS,
-                    "; ".join(line for line in results["explanations"] if where in line),
-                )
+            row, where = by_system[name], f"simulated, {lengths}, {name}:"
+            yield claim(
+                f"{lengths}, {SYSTEMS[name].label}: token states / reserved / internal / external",
+                paper=shares(results["paper_percent"][name]),
+                found=row["off_points"],
+                ours=shares(row[category] for category in CATEGORIES[:4]),
+                rule=Rule(f"each within {POINTS} points", lambda off: off <= POINTS),
+                note="; ".join(line for line in results["explanations"] if where in line),
             )
         if "paged" in by_system:
             tokens = by_system["paged"]["used_as_tokens"]
-            claimed.append(
-                Claim(
-                    f"{lengths}, paging: token states, of the slots in use",
-                    f"{PAPER_PAGED_TOKENS} %",
-                    f"{tokens:.1f} %",
-                    "at least 96 %",
-                    tokens >= 96,
-                )
+            yield claim(
+                f"{lengths}, paging: token states, of the slots in use",
+                paper=f"{PAPER_PAGED_TOKENS} %",
+                found=tokens,
+                ours=f"{tokens:.1f} %",
+                rule=at_least(96, " %"),
             )
         order = [by_system[name]["token_states"] for name in (*ORCA, "paged") if name in by_system]
-        claimed.append(
-            Claim(
-                f"{lengths}: order of token states",
-                "Max < Pow2 < Oracle < vLLM",
-                " < ".join(f"{share:.1f}" for share in order),
-                "the same order",
-                rising(order),
-            )
+        yield claim(
+            f"{lengths}: order of token states",
+            paper="Max < Pow2 < Oracle < vLLM",
+            found=order,
+            ours=shares(order, " < "),
+            rule=in_order(),
         )
-    return claimed
 
 
 if __name__ == "__main__":

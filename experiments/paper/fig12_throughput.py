@@ -23,12 +23,22 @@ has OPT-13B alone, and half an hour without on two cores. --out_dir gets results
 results.csv, curves.csv and throughput.png.
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
-from experiments.lib.claims import Claim, Results, Rows, chosen, figure, rising
+from experiments.lib.claims import (
+    Claim,
+    Results,
+    Rows,
+    at_least,
+    chosen,
+    claim,
+    figure,
+    in_order,
+)
 from experiments.lib.experiment import run
 from experiments.lib.options import option
 from experiments.lib.reporting import report, write_csv
@@ -137,81 +147,66 @@ def main(config: Config) -> None:
 # The paper's claims
 
 
-def claims(results: Results) -> list[Claim]:
+def claims(results: Results) -> Iterator[Claim]:
     """Each model's gains and the order of the systems, then what a larger model gains."""
-    claimed: list[Claim] = []
     for model in dict.fromkeys(row["model"] for row in results["cases"]):
         rows = chosen(results["cases"], model=model)
-        claimed += gain_claims(model, chosen(rows, lengths="sharegpt"))
+        yield from gain_claims(model, chosen(rows, lengths="sharegpt"))
         for lengths in ("sharegpt", "alpaca"):
-            claimed += order_claims(f"{model}, {lengths}", chosen(rows, lengths=lengths))
+            yield from order_claims(f"{model}, {lengths}", chosen(rows, lengths=lengths))
     on_alpaca = chosen(results["cases"], lengths="alpaca", system="orca_oracle")
     oracle = {row["model"]: row["gain"] for row in on_alpaca}
     if {"OPT-13B", "OPT-175B"} <= oracle.keys():
         small, large = oracle["OPT-13B"], oracle["OPT-175B"]
-        claimed.append(
-            Claim(
-                "Alpaca: paging gains less on OPT-175B, which is bound by arithmetic",
-                "less",
-                f"{figure(large)} after {figure(small)} on OPT-13B",
-                "a smaller gain over Oracle",
-                None not in (small, large) and large < small,
-            )
+        yield claim(
+            "Alpaca: paging gains less on OPT-175B, which is bound by arithmetic",
+            paper="less",
+            found=(large, small),
+            ours=f"{figure(large)} after {figure(small)} on OPT-13B",
+            rule=in_order("a smaller gain over Oracle"),
         )
-    return claimed
 
 
-def gain_claims(model: str, rows: Rows) -> list[Claim]:
+def gain_claims(model: str, rows: Rows) -> Iterator[Claim]:
     """Gains over Orca and over FasterTransformer; `rows` are of ShareGPT's lengths."""
-    claimed = []
     for row in (*chosen(rows, system="orca_oracle"), *chosen(rows, system="orca_max")):
-        system, gain = row["system"], row["gain"]
-        least = float(PAPER_GAIN[system].split()[0])
-        claimed.append(
-            Claim(
-                f"{model}, ShareGPT: request rate of paging over {SYSTEMS[system].label}",
-                PAPER_GAIN[system],
-                figure(gain),
-                f"at least {least}",
-                gain is not None and gain >= least,
-                "both are bound by the pool here, so the gain is that of the batch sizes, less "
-                "what a larger batch adds to a step; traces shorter than the paper's hour start "
-                "with an empty pool, which paging takes longer to fill",
-            )
+        paper = PAPER_GAIN[row["system"]]
+        yield claim(
+            f"{model}, ShareGPT: request rate of paging over {SYSTEMS[row['system']].label}",
+            paper=paper,
+            found=row["gain"],
+            rule=at_least(float(paper.split()[0])),
+            note="both are bound by the pool here, so the gain is that of the batch sizes, less "
+            "what a larger batch adds to a step; traces shorter than the paper's hour start with "
+            "an empty pool, which paging takes longer to fill",
         )
     most = int(PAPER_GAIN["faster_transformer"].split()[-1])
     for row in chosen(rows, system="faster_transformer"):
         for orca in chosen(rows, system="orca_max", lengths=row["lengths"]):
-            claimed.append(
-                Claim(
-                    f"{model}, ShareGPT: paging over FasterTransformer",
-                    PAPER_GAIN["faster_transformer"],
-                    figure(row["gain"]),
-                    f"more than over Orca (Max), and not above {most}",
-                    row["gain"] is not None and (orca["gain"] or 0.0) < row["gain"] <= most,
-                    f"one of the paper's set-ups comes to {most}; a static batch here is formed of "
-                    "what waits when the last one has ended",
-                )
+            yield Claim(
+                f"{model}, ShareGPT: paging over FasterTransformer",
+                PAPER_GAIN["faster_transformer"],
+                figure(row["gain"]),
+                f"more than over Orca (Max), and not above {most}",
+                row["gain"] is not None and (orca["gain"] or 0.0) < row["gain"] <= most,
+                f"one of the paper's set-ups comes to {most}; a static batch here is formed of "
+                "what waits when the last one has ended",
             )
-    return claimed
 
 
-def order_claims(what: str, rows: Rows) -> list[Claim]:
+def order_claims(what: str, rows: Rows) -> Iterator[Claim]:
     """The order of the systems' rates, where all systems ran."""
-    if len(rows) < len(SYSTEMS):
-        return []
-    rates = [row["rate"] for name in SYSTEMS for row in rows if row["system"] == name]
-    sizes = ", ".join(f"{row['system']} {figure(row['batch_size'])}" for row in rows)
-    return [
-        Claim(
+    if len(rows) >= len(SYSTEMS):
+        rates = [row["rate"] for name in SYSTEMS for row in rows if row["system"] == name]
+        sizes = ", ".join(f"{row['system']} {figure(row['batch_size'])}" for row in rows)
+        yield claim(
             f"{what}: order of the systems' rates",
-            "FasterTransformer < Max < Pow2 < Oracle < vLLM",
-            " < ".join(figure(rate) for rate in rates),
-            "the same order",
-            rising(rates),
-            f"batch sizes at these rates: {sizes}; at most {MAX_NUM_SEQS} sequences run",
+            paper="FasterTransformer < Max < Pow2 < Oracle < vLLM",
+            found=rates,
+            ours=" < ".join(map(figure, rates)),
+            rule=in_order(),
+            note=f"batch sizes at these rates: {sizes}; at most {MAX_NUM_SEQS} sequences run",
         )
-    ]
 
 
 if __name__ == "__main__":

@@ -18,13 +18,14 @@ Expect a minute with --quick, which ends after 5 minutes of simulated time, and 
 paper's hour. --out_dir gets results.json, results.csv and batched_requests.png.
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import groupby
 from operator import itemgetter
 from typing import Any
 
 from experiments.lib import figures
-from experiments.lib.claims import Claim, Results, within
+from experiments.lib.claims import Claim, Results, claim, within_percent
 from experiments.lib.experiment import grid, run
 from experiments.lib.options import option
 from experiments.lib.reporting import report
@@ -111,23 +112,19 @@ def main(config: Config) -> None:
     plot(rows, config.out_dir)
 
 
-def claims(results: Results) -> list[Claim]:
+def claims(results: Results) -> Iterator[Claim]:
     """The batch sizes of the paper."""
-    return [
-        Claim(
+    for row in [row for row in results["cases"] if row["paper"] is not None]:
+        yield claim(
             f"{row['lengths']} at {row['rate']:g} requests/s, {SYSTEMS[row['system']].label}",
-            f"~{row['paper']:.2f}",
-            f"{row['batch_size']:.2f}",
-            f"within {tolerance} %",
-            within(row["batch_size"], row["paper"], tolerance),
-            f"{row['unfinished_percent']:.0f} % of the requests still wait or run at the end: "
+            paper=f"~{row['paper']:.2f}",
+            found=row["batch_size"],
+            ours=f"{row['batch_size']:.2f}",
+            rule=within_percent(25 if row["system"] == "paged" else 15, row["paper"]),
+            note=f"{row['unfinished_percent']:.0f} % of the requests still wait or run at the end: "
             "where that is little, the batch is the request rate times how long a request runs, so "
             "it depends on step times",
         )
-        for row in results["cases"]
-        if row["paper"] is not None
-        for tolerance in [25 if row["system"] == "paged" else 15]
-    ]
 
 
 if __name__ == "__main__":

@@ -18,11 +18,12 @@ Expect two minutes with --quick and half an hour without on two cores. --out_dir
 results.csv, curves.csv and parallel_and_beam.png.
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import product
 from typing import Any, Literal
 
-from experiments.lib.claims import Claim, Results, chosen, figure, rising, within
+from experiments.lib.claims import Claim, Results, chosen, claim, figure, in_order, within_percent
 from experiments.lib.experiment import run
 from experiments.lib.options import option
 from experiments.lib.reporting import report, write_csv
@@ -111,39 +112,32 @@ def main(config: Config) -> None:
     plot_curves(titled, config.out_dir, "parallel_and_beam.png", columns=len(panels))
 
 
-def claims(results: Results) -> list[Claim]:
+def claims(results: Results) -> Iterator[Claim]:
     """The paper's gains, and that they grow with the width of the beams."""
     rows = chosen(results["cases"], system="orca_oracle")
-    claimed = [
-        Claim(
+    for row in [row for row in rows if row["paper"] is not None]:
+        yield claim(
             f"{row['method']} {row['width']}: request rate of paging over Orca (Oracle)",
-            figure(row["paper"]),
-            figure(row["gain"]),
-            "within 25 %",
-            row["gain"] is not None and within(row["gain"], row["paper"], 25),
-            "with many beams, much of a step is the time that the cost model assumes a host takes "
-            "for each sequence (0.1 ms), and paging runs three times as many: without it, the gain "
-            "at six beams is 1.7. Orca's copies of whole beams are taken to run at the memory's "
-            "bandwidth. Without branches, Oracle's rate depends on the spread of Alpaca's lengths, "
-            "which is not published",
+            paper=figure(row["paper"]),
+            found=row["gain"],
+            rule=within_percent(25, row["paper"]),
+            note="with many beams, much of a step is the time that the cost model assumes a host "
+            "takes for each sequence (0.1 ms), and paging runs three times as many: without it, "
+            "the gain at six beams is 1.7. Orca's copies of whole beams are taken to run at the "
+            "memory's bandwidth. Without branches, Oracle's rate depends on the spread of Alpaca's "
+            "lengths, which is not published",
         )
-        for row in rows
-        if row["paper"] is not None
-    ]
     by_kind = {(row["method"], row["width"]): row["gain"] for row in rows}
     basic = by_kind.get(("basic", 1))
     beams = [gain for (method, _), gain in sorted(by_kind.items()) if method == "beam"]
     if basic is not None and beams:
-        claimed.append(
-            Claim(
-                "the gain grows with the width of beam search",
-                " to ".join(map(figure, PAPER_GAIN.values())),
-                " < ".join(figure(gain) for gain in (basic, *beams)),
-                "each above the one before",
-                rising((basic, *beams)),
-            )
+        yield claim(
+            "the gain grows with the width of beam search",
+            paper=" to ".join(map(figure, PAPER_GAIN.values())),
+            found=(basic, *beams),
+            ours=" < ".join(map(figure, (basic, *beams))),
+            rule=in_order("each above the one before"),
         )
-    return claimed
 
 
 if __name__ == "__main__":

@@ -18,21 +18,24 @@ minutes with --quick and a quarter of an hour without on two CPU cores. --out_di
 results.csv and shared_prefix.png.
 """
 
+import json
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from operator import itemgetter
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 from tqdm import tqdm
 
 from experiments.lib import figures
-from experiments.lib.claims import Claim, figure
+from experiments.lib.claims import Claim, Results, Rule, above, claim, figure, in_order
 from experiments.lib.experiment import grid, run
 from experiments.lib.options import Options, engine_option, engine_options, option
 from experiments.lib.paired import in_turn, ratio_spread
-from experiments.lib.reporting import print_table, report
+from experiments.lib.reporting import print_rows, report
 from paged_jax import Engine, RequestOutput, SamplingParams
 
 PAPER_RATIO = {80: 1.67, 341: 3.58}  # over Orca (Oracle)
@@ -42,116 +45,35 @@ PREFILL_GOAL = 1 / 3
 @dataclass(frozen=True, kw_only=True)
 class Config(Options):
     prefix_tokens: tuple[int, ...] = option(
-        tuple(PAPER_RATIO), "Prompts share prefixes of so many tokens.", least=1
+        tuple(PAPER_RATIO), "Numbers of tokens that all prompts begin with.", least=1
     )
-    num_requests: int = option(64, "A round has so many requests.", quick=16, least=1)
+    num_requests: int = option(64, "Number of requests in a round.", quick=16, least=1)
     rounds: int = option(4, "Each engine answers the requests so many times.", quick=3, least=1)
-    output_tokens: int = option(
-        32, "Each output has so many tokens, about as many as what it translates.", least=1
-    )
-    prefill_prefix_tokens: int = option(
-        341, "The cache has so many tokens of the single prompts.", least=1
-    )
-    prefill_tokens: int = option(400, "The single prompts have so many tokens.", least=2)
-    prefill_rounds: int = option(
-        50, "So many single prompts of each kind are timed.", quick=10, least=1
-    )
-    model: str = option("smollm2", "The model has this name or path.")
+    output_tokens: int = option(32, "Tokens of an output, about as many as it translates.", least=1)
+    prefill_prefix_tokens: int = option(341, "Cached tokens of the single prompts.", least=1)
+    prefill_tokens: int = option(400, "All tokens of the single prompts.", least=2)
+    prefill_rounds: int = option(50, "Number of single prompts of each kind.", quick=10, least=1)
+    model: str = option("smollm2", "Name or path of the model.")
     block_size: int = engine_option("block_size")
     max_num_seqs: int | None = engine_option("max_num_seqs")
     max_num_batched_tokens: int | None = engine_option("max_num_batched_tokens")
     max_model_len: int = engine_option("max_model_len", 1024)
 
 
-class Case(NamedTuple):
-    """One row of the table; speeds are output tokens/s, medians over the rounds."""
-
-    prefix: int  # tokens
-    requests: int
-    without: float
-    with_cache: float
-    ratio: float  # median over rounds of with_cache / without
-    low: float  # quartiles of the same
-    high: float
-    hit_percent: float  # of all prompt tokens
-    same_percent: float  # outputs that are the same with and without, token for token
-    paper: float | None  # ratio
-
-
-class Prefill(NamedTuple):
-    """Time to the first token of a single prompt, medians in milliseconds."""
-
-    prompt_tokens: int
-    cached_tokens: int
-    uncached_ms: float
-    cached_ms: float
-    ratio: float  # median over rounds of cached / uncached
-    low: float  # quartiles of the same
-    high: float
-    goal: float  # of the ratio, at most
-
-
+Row = dict[str, Any]
 Encode = Callable[[str], Sequence[int]]
 
-INSTRUCTION = "Translate the following English sentences into German.\n\n"
-EXAMPLES = (
-    (
-        "She said that the results were encouraging, but that it was far too early to speak of a "
-        "breakthrough.",
-        "Sie sagte, die Ergebnisse seien ermutigend, doch sei es viel zu früh, um von einem "
-        "Durchbruch zu sprechen.",
-    ),
-    (
-        "The new committee will present its report on the future of the railways in the north "
-        "before the summer break.",
-        "Der neue Ausschuss wird seinen Bericht über die Zukunft der Eisenbahn im Norden noch vor "
-        "der Sommerpause vorlegen.",
-    ),
-    (
-        "In the old town, where the market is held every Saturday, most of the houses date back to "
-        "the seventeenth century.",
-        "In der Altstadt, wo jeden Samstag der Markt stattfindet, stammen die meisten Häuser aus "
-        "dem siebzehnten Jahrhundert.",
-    ),
-    (
-        "If the weather stays dry, the harvest will begin two weeks earlier than it did last year.",
-        "Wenn das Wetter trocken bleibt, beginnt die Ernte zwei Wochen früher als im vergangenen "
-        "Jahr.",
-    ),
-    (
-        "The museum has closed two of its halls, because the roof has to be repaired before the "
-        "winter.",
-        "Das Museum hat zwei seiner Säle geschlossen, weil das Dach vor dem Winter ausgebessert "
-        "werden muss.",
-    ),
-)
-SENTENCES = (
-    "The new bridge will be opened to traffic in the spring.",
-    "Nobody in the village could remember a colder winter.",
-    "The minister declined to answer questions about the budget.",
-    "Prices for bread and milk have risen again this month.",
-    "Two hikers were rescued from the mountain on Sunday evening.",
-    "The orchestra will play three concerts in the city hall.",
-    "Scientists have found traces of the plant in very old ice.",
-    "The train to the coast was delayed by more than an hour.",
-    "Many young families are moving back to the countryside.",
-    "The court will announce its decision at the end of the week.",
-    "He learned to repair clocks from his grandmother.",
-    "The factory employs more people today than it did in the past.",
-    "A heavy storm damaged several roofs near the harbour.",
-    "The library stays open until ten o'clock in the evening.",
-    "Farmers hope for rain before the beginning of the harvest.",
-    "The team won its third match in a row without conceding a goal.",
-)
+# An instruction, worked examples (English, German), and sentences to be translated.
+PROMPTS = json.loads((Path(__file__).parent / "fig16_prompts.json").read_text())
 
 
 def prefix_tokens(encode: Encode, num_tokens: int) -> list[int]:
-    """The first `num_tokens` tokens of an instruction and worked examples, as often as needed.
+    """The first `num_tokens` tokens of the instruction and the examples, as often as needed.
 
     With SmolLM2's tokenizer, 80 tokens are the instruction and one example, 341 are all five.
     """
-    examples = "".join(f"English: {english}\nGerman: {german}\n\n" for english, german in EXAMPLES)
-    text = INSTRUCTION + examples
+    examples = "".join(f"English: {one}\nGerman: {other}\n\n" for one, other in PROMPTS["examples"])
+    text = PROMPTS["instruction"] + examples
     while len(tokens := list(encode(text))) < num_tokens:
         text += examples
     return tokens[:num_tokens]
@@ -159,9 +81,9 @@ def prefix_tokens(encode: Encode, num_tokens: int) -> list[int]:
 
 def questions(encode: Encode, count: int, *, seed: int) -> list[list[int]]:
     """Prompts to append to the prefix: two sentences to be translated, chosen at random."""
-    rng = np.random.default_rng(seed)
-    chosen = [rng.choice(len(SENTENCES), size=2, replace=False) for _ in range(count)]
-    return [list(encode(f"English: {SENTENCES[a]} {SENTENCES[b]}\nGerman:")) for a, b in chosen]
+    rng, sentences = np.random.default_rng(seed), PROMPTS["sentences"]
+    chosen = [rng.choice(len(sentences), size=2, replace=False) for _ in range(count)]
+    return [list(encode(f"English: {sentences[a]} {sentences[b]}\nGerman:")) for a, b in chosen]
 
 
 class Pair:
@@ -188,7 +110,7 @@ class Pair:
         outputs = engine.generate(prompts, params, progress=False)
         return time.perf_counter() - start, outputs
 
-    def measure(self, num_prefix: int) -> Case:
+    def measure(self, num_prefix: int) -> Row:
         """Let both engines answer the same requests, round by round.
 
         The salt of a round hides what the rounds before have left in the cache.
@@ -198,47 +120,46 @@ class Pair:
         own = questions(self._encode, config.num_requests, seed=config.seed)
         prompts = [prefix + question for question in own]
         seconds: dict[Engine, list[float]] = {with_cache: [], without: []}
-        tokens: dict[Engine, list[list[int]]] = {with_cache: [], without: []}
-        num_prompt = num_cached = 0
+        outputs: dict[Engine, list[RequestOutput]] = {with_cache: [], without: []}
         turns = in_turn(without, with_cache, config.rounds)
         name, total = f"prefix of {num_prefix}", 2 * config.rounds
         for number, engine in tqdm(turns, name, total, leave=False, unit="run"):
             salt = f"{num_prefix} tokens, round {number}"
             if engine is with_cache:
                 engine.pin_prefix(prefix, cache_salt=salt)
-            elapsed, outputs = self._answer(engine, prompts, salt)
+            elapsed, answered = self._answer(engine, prompts, salt)
             if engine is with_cache:
                 engine.unpin_prefix(prefix, cache_salt=salt)
-                num_prompt += sum(len(output.prompt_token_ids) for output in outputs)
-                num_cached += sum(output.num_cached_tokens for output in outputs)
             seconds[engine].append(elapsed)
-            tokens[engine] += [output.outputs[0].token_ids for output in outputs]
-        low, ratio, high = ratio_spread(seconds[without], seconds[with_cache])
-        same = [a == b for a, b in zip(tokens[with_cache], tokens[without], strict=True)]
+            outputs[engine] += answered
         num_tokens = config.num_requests * config.output_tokens
-        return Case(
-            num_prefix,
-            config.num_requests,
-            without=num_tokens / float(np.median(seconds[without])),
-            with_cache=num_tokens / float(np.median(seconds[with_cache])),
-            ratio=ratio,
-            low=low,
-            high=high,
-            hit_percent=100 * num_cached / num_prompt,
-            same_percent=100 * sum(same) / len(same),
-            paper=PAPER_RATIO.get(num_prefix),
-        )
+        low, ratio, high = ratio_spread(seconds[without], seconds[with_cache])
+        num_prompt = sum(len(output.prompt_token_ids) for output in outputs[with_cache])
+        num_cached = sum(output.num_cached_tokens for output in outputs[with_cache])
+        same = [
+            one.outputs[0].token_ids == other.outputs[0].token_ids
+            for one, other in zip(outputs[with_cache], outputs[without], strict=True)
+        ]
+        return {
+            "prefix": num_prefix,  # tokens
+            "requests": config.num_requests,
+            "without": num_tokens / float(np.median(seconds[without])),  # output tokens/s
+            "with_cache": num_tokens / float(np.median(seconds[with_cache])),
+            "ratio": ratio,  # median over the rounds of with_cache / without
+            "low": low,  # quartiles of the same
+            "high": high,
+            "hit_percent": 100 * num_cached / num_prompt,  # of all prompt tokens
+            "same_percent": 100 * sum(same) / len(same),  # outputs, token for token
+            "paper": PAPER_RATIO.get(num_prefix),
+        }
 
-    def measure_prefill(self) -> Prefill:
-        """Time a prompt with its beginning in the cache, and without."""
-        config, engine = self._config, self._with_cache
+    def measure_prefill(self) -> Row:
+        """Time the first token of a prompt with its beginning in the cache, and without."""
+        config, engine, cached_tokens = self._config, self._with_cache, 0
         prompt = prefix_tokens(self._encode, config.prefill_tokens)
         seconds: dict[str, list[float]] = {"cached": [], "uncached": []}
-        cached_tokens = 0
-        turns, total = (
-            in_turn("uncached", "cached", config.prefill_rounds),
-            2 * config.prefill_rounds,
-        )
+        turns = in_turn("uncached", "cached", config.prefill_rounds)
+        total = 2 * config.prefill_rounds
         for number, kind in tqdm(turns, "single prompts", total, leave=False, unit="prompt"):
             salt = f"{kind}, round {number}"
             if kind == "cached":
@@ -247,16 +168,16 @@ class Pair:
             seconds[kind].append(elapsed)
             cached_tokens = max(cached_tokens, num_cached)
         low, ratio, high = ratio_spread(seconds["cached"], seconds["uncached"])
-        return Prefill(
-            config.prefill_tokens,
-            cached_tokens,
-            uncached_ms=1e3 * float(np.median(seconds["uncached"])),
-            cached_ms=1e3 * float(np.median(seconds["cached"])),
-            ratio=ratio,
-            low=low,
-            high=high,
-            goal=PREFILL_GOAL,
-        )
+        return {
+            "prompt_tokens": config.prefill_tokens,
+            "cached_tokens": cached_tokens,
+            "uncached_ms": 1e3 * float(np.median(seconds["uncached"])),
+            "cached_ms": 1e3 * float(np.median(seconds["cached"])),
+            "ratio": ratio,  # median over the rounds of cached / uncached
+            "low": low,  # quartiles of the same
+            "high": high,
+            "goal": PREFILL_GOAL,  # of the ratio, at most
+        }
 
 
 def time_to_first_token(engine: Engine, prompt: list[int], salt: str) -> tuple[float, int]:
@@ -268,19 +189,17 @@ def time_to_first_token(engine: Engine, prompt: list[int], salt: str) -> tuple[f
     return first_token_s - output.metrics.arrival_s, output.num_cached_tokens
 
 
-def plot(cases: Sequence[Case], out_dir: str) -> None:
+def plot(rows: Sequence[Row], out_dir: str) -> None:
     """Output tokens/s of both engines, and the ratio above."""
-    figure, axes = figures.panels(size=(6, 4))
-    panel = axes[0, 0]
+    figure, [[panel]] = figures.panels(size=(6, 4))
     speeds = {
-        "without prefix cache": [case.without for case in cases],
-        "with": [case.with_cache for case in cases],
+        "without prefix cache": [row["without"] for row in rows],
+        "with": [row["with_cache"] for row in rows],
     }
-    figures.bars(panel, [str(case.prefix) for case in cases], speeds)
-    for i, case in enumerate(cases):
-        panel.annotate(
-            f"{case.ratio:.2f} times", (i + 0.2, case.with_cache), ha="center", va="bottom"
-        )
+    figures.bars(panel, [str(row["prefix"]) for row in rows], speeds)
+    for i, row in enumerate(rows):
+        text, place = f"{row['ratio']:.2f} times", (i + 0.2, row["with_cache"])
+        panel.annotate(text, place, ha="center", va="bottom")
     panel.legend(ncols=2, loc="upper left")
     panel.margins(y=0.2)
     panel.set(xlabel="tokens of the shared prefix", ylabel="output tokens/s")
@@ -299,58 +218,49 @@ def main(config: Config) -> None:
         closing(Engine(config.model, **options, enable_prefix_caching=False)) as without,
     ):
         pair = Pair(config, with_cache, without)
-        cases = grid(pair.measure, config.prefix_tokens, config, unit="prefix")
+        rows = grid(pair.measure, config.prefix_tokens, config, unit="prefix")
         prefill = pair.measure_prefill()
     report(
         f"Few-shot prompts to {with_cache.config.name}: output tokens/s",
-        cases,
+        rows,
         config,
         rounds=config.rounds,
         output_tokens=config.output_tokens,
-        prefill=prefill._asdict(),
+        prefill=prefill,
     )
-    print_table("Single prompts, time to first token", Prefill._fields, [prefill])
-    plot(cases, config.out_dir)
+    print_rows("Single prompts, time to first token", [prefill])
+    plot(rows, config.out_dir)
     print("paper: over Orca (Oracle), LLaMA-13B on an A100")
 
 
-def claims(results: dict[str, Any]) -> list[Claim]:
+def claims(results: Results) -> Iterator[Claim]:
     """What a shared prefix gains, and what its cache saves of the time to the first token."""
     rows = results["cases"]
-    found = [
-        Claim(
+    for row in [row for row in rows if row["paper"] is not None]:
+        yield claim(
             f"throughput with a shared prefix of {row['prefix']} tokens",
-            f"{row['paper']:g} times Orca (Oracle)",
-            f"{figure(row['ratio'])} times the same engine without",
-            "above 1; the paper's comparison is with Orca on a GPU",
-            row["ratio"] > 1,
-            "a few short requests on a noisy machine",
+            paper=f"{row['paper']:g} times Orca (Oracle)",
+            found=row["ratio"],
+            ours=f"{figure(row['ratio'])} times the same engine without",
+            rule=above(1, "; the paper's comparison is with Orca on a GPU"),
+            note="a few short requests on a noisy machine",
         )
-        for row in rows
-        if row["paper"] is not None
-    ]
     if len(rows) > 1:
-        ratios = [row["ratio"] for row in sorted(rows, key=lambda row: row["prefix"])]
-        found.append(
-            Claim(
-                "a longer prefix gains more",
-                ", then ".join(map(figure, PAPER_RATIO.values())),
-                ", then ".join(map(figure, ratios)),
-                "the same order",
-                ratios[-1] > ratios[0],
-            )
+        ratios = [row["ratio"] for row in sorted(rows, key=itemgetter("prefix"))]
+        yield claim(
+            "a longer prefix gains more",
+            paper=", then ".join(map(figure, PAPER_RATIO.values())),
+            found=(ratios[0], ratios[-1]),
+            ours=", then ".join(map(figure, ratios)),
+            rule=in_order(),
         )
-    prefill = results["prefill"]
-    return [
-        *found,
-        Claim(
-            "time to first token with the prefix in the cache, over without",
-            "not given",
-            figure(prefill["ratio"]),
-            f"at most {prefill['goal']:.2f}, the goal of this project",
-            prefill["ratio"] <= prefill["goal"],
-        ),
-    ]
+    ratio, goal = results["prefill"]["ratio"], results["prefill"]["goal"]
+    yield claim(
+        "time to first token with the prefix in the cache, over without",
+        paper="not given",
+        found=ratio,
+        rule=Rule(f"at most {goal:.2f}, the goal of this project", lambda found: found <= goal),
+    )
 
 
 if __name__ == "__main__":

@@ -10,31 +10,29 @@ long as ShareGPT's, at most 1024 tokens. One engine finds in its prefix cache wh
 the turns before, the other has prefix caching off. Both hold the same conversations in turn, round
 by round, so that a noisy machine slows both; ratios are medians over the rounds.
 
-A conversation longer than the window loses its beginning with each turn, and with it all that
-could be found: no two prompts begin alike any more. The second table keeps these turns apart.
---window_step=512 lets the beginning of prompts jump by 512 tokens, so that it stays for some turns.
-
-The paper compares with Orca and keeps nothing between turns: the whole of its gain is memory for
-larger batches. Here only the cache is different.
+A conversation longer than the window loses its beginning with each turn, and with it all that could
+be found; the second table keeps these turns apart. With --window_step=512 the beginning of prompts
+jumps by 512 tokens, so that it stays for some turns. The paper compares with Orca and keeps nothing
+between turns: its gain is memory for larger batches. Here only the cache is different.
 
 Expect minutes with --quick, which has fewer, shorter conversations and answers, and about half an
 hour without on two CPU cores. --out_dir gets results.json, results.csv, turns.jsonl, chatbot.png.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import asdict, dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 from tqdm import tqdm
 
 from experiments.lib import figures
-from experiments.lib.claims import Claim, figure
+from experiments.lib.claims import Claim, Results, figure
 from experiments.lib.experiment import grid, run
 from experiments.lib.options import Options, engine_option, engine_options, option
 from experiments.lib.paired import ratio_spread
-from experiments.lib.reporting import print_table, report, spread, write_jsonl
+from experiments.lib.reporting import print_rows, report, spread, write_jsonl
 from experiments.paper.fig17_conversations import (
     AnsweredTurn,
     ChatRun,
@@ -54,60 +52,25 @@ WITH, WITHOUT = "with", "without"
 @dataclass(frozen=True, kw_only=True)
 class Config(Options):
     trace: str | None = option(
-        None,
-        "Conversations come from this ShareGPT file. By default it is the installed package's.",
+        None, "ShareGPT file of the conversations. By default the installed package's."
     )
-    num_conversations: int = option(12, "A round has so many conversations.", quick=4, least=1)
-    rounds: int = option(
-        2, "Both engines hold so many rounds of conversations, each round of others.", least=1
-    )
+    num_conversations: int = option(12, "Number of conversations in a round.", quick=4, least=1)
+    rounds: int = option(2, "Number of rounds, each of other conversations.", least=1)
     num_users: int = option(8, "So many conversations are held at a time.", quick=4, least=1)
     min_turns: int = option(2, "Conversations of fewer turns are left out.", least=1)
     max_turns: int = option(6, "Longer conversations are cut to so many turns.", quick=4, least=1)
-    max_prompt_tokens: int = option(
-        1024, "Prompts hold so many of the conversation's last tokens.", least=1
-    )
-    window_step: int = option(
-        1, "The beginning of prompts moves on in multiples of so many tokens."
-    )
-    max_output_tokens: int = option(
-        1024, "Longer answers are cut to so many tokens.", quick=32, least=1
-    )
-    model: str = option("smollm2", "The model has this name or path.")
+    max_prompt_tokens: int = option(1024, "Prompts hold the last so many tokens.", least=1)
+    window_step: int = option(1, "The beginning of prompts moves on in multiples of this.")
+    max_output_tokens: int = option(1024, "Longer answers are cut to this.", quick=32, least=1)
+    model: str = option("smollm2", "Name or path of the model.")
     block_size: int = engine_option("block_size")
     num_blocks: int | None = option(
-        None,
-        "Each KV pool has this many blocks. By default it has twice as many as the users' longest "
-        "prompts and answers take.",
-        least=1,
+        None, "Blocks of each pool. By default twice what the users' longest turns take.", least=1
     )
     max_num_batched_tokens: int | None = engine_option("max_num_batched_tokens")
 
 
-class Case(NamedTuple):
-    """One engine over all rounds. Times in seconds."""
-
-    reuse: str
-    turns: int
-    output_tokens_per_s: float
-    turns_per_s: float
-    hit_percent: float  # of all prompt tokens
-    ttft_mean_s: float
-    ttft_p50_s: float
-    ttft_p99_s: float
-
-
-class Part(NamedTuple):
-    """Some of the turns. Times are mean times to the first token, in seconds."""
-
-    turns: str
-    number: int
-    prompt_tokens: float  # mean
-    hit_percent: float
-    without_s: float
-    with_s: float
-
-
+Row = dict[str, Any]
 Turns = dict[str, list[AnsweredTurn]]  # with and without reuse, over all rounds
 PARTS: tuple[tuple[str, Callable[[AnsweredTurn], bool]], ...] = (
     ("first turns", lambda turn: turn.turn == 0),
@@ -134,11 +97,10 @@ def make_engine(config: Config, *, enable_prefix_caching: bool) -> Engine:
 class Pair:
     """Two engines, with and without reuse, which hold the same conversations."""
 
+    config: Config
     engines: dict[str, Engine]
     conversations: list[list[Turn]]
     window: Window
-    num_users: int
-    rounds: int
 
     def measure(self, number: int) -> dict[str, ChatRun]:
         """Hold the conversations of a round on one engine and on the other."""
@@ -146,13 +108,13 @@ class Pair:
         return {name: self._hold(number, name) for name in order}
 
     def _hold(self, number: int, name: str) -> ChatRun:
-        conversations = self.conversations[number :: self.rounds]
+        conversations = self.conversations[number :: self.config.rounds]
         title, total = f"round {number + 1}, {name} reuse", sum(map(len, conversations))
         with tqdm(desc=title, total=total, unit="turn", leave=False) as bar:
             return chat(
                 self.engines[name],
                 conversations,
-                num_users=self.num_users,
+                num_users=self.config.num_users,
                 window=self.window,
                 salt=f"round {number}",
                 on_turn=lambda _: bar.update(),
@@ -169,27 +131,32 @@ def mean_ttft_s(turns: Sequence[AnsweredTurn]) -> float:
     return float(np.mean([turn.first_token_s for turn in turns]))
 
 
-def case_of(name: str, turns: Sequence[AnsweredTurn], wall_s: float) -> Case:
-    return Case(
-        name,
-        len(turns),
-        sum(turn.num_output_tokens for turn in turns) / wall_s,
-        len(turns) / wall_s,
-        hit_percent(turns),
-        *spread([turn.first_token_s for turn in turns]).values(),
-    )
+def row_of(name: str, turns: Sequence[AnsweredTurn], wall_s: float) -> Row:
+    """One engine over all rounds."""
+    times = spread([turn.first_token_s for turn in turns])
+    return {
+        "reuse": name,
+        "turns": len(turns),
+        "output_tokens_per_s": sum(turn.num_output_tokens for turn in turns) / wall_s,
+        "turns_per_s": len(turns) / wall_s,
+        "hit_percent": hit_percent(turns),
+        **{f"ttft_{statistic}_s": value for statistic, value in times.items()},
+    }
 
 
-def parts_of(turns: Turns) -> list[Part]:
+def parts_of(turns: Turns) -> Iterator[Row]:
     """First turns, later turns, and later turns in conversations longer than the window."""
-    parts: list[Part] = []
     for label, belongs in PARTS:
-        chosen = {name: list(filter(belongs, answered)) for name, answered in turns.items()}
-        if part := chosen[WITH]:
-            prompt_tokens = float(np.mean([turn.num_prompt_tokens for turn in part]))
-            times = mean_ttft_s(chosen[WITHOUT]), mean_ttft_s(part)
-            parts.append(Part(label, len(part), prompt_tokens, hit_percent(part), *times))
-    return parts
+        without, reused = (list(filter(belongs, turns[name])) for name in (WITHOUT, WITH))
+        if reused:
+            yield {
+                "turns": label,
+                "number": len(reused),
+                "prompt_tokens": float(np.mean([turn.num_prompt_tokens for turn in reused])),
+                "hit_percent": hit_percent(reused),
+                "without_s": mean_ttft_s(without),  # to the first token, mean
+                "with_s": mean_ttft_s(reused),
+            }
 
 
 def plot(turns: Turns, out_dir: str) -> None:
@@ -204,11 +171,9 @@ def plot(turns: Turns, out_dir: str) -> None:
         panel.set_xlabel("turn")
         panel.xaxis.get_major_locator().set_params(integer=True)
     times, hits = axes[0]
-    times.set_ylabel("mean time to first token (s)")
-    times.set_ylim(bottom=0)
+    times.set(ylabel="mean time to first token (s)", ylim=(0, None))
     times.legend()
-    hits.set_ylabel("prompt tokens found in the cache (%)")
-    hits.set_ylim(0, 100)
+    hits.set(ylabel="prompt tokens found in the cache (%)", ylim=(0, 100))
     figures.save(figure, out_dir, "chatbot.png")
 
 
@@ -219,7 +184,6 @@ def main(config: Config) -> None:
         )
     window = Window(config.max_prompt_tokens, config.window_step)
     read = read_conversations(config.trace or find_packaged_sharegpt())
-    num_conversations = config.rounds * config.num_conversations
     with (
         closing(make_engine(config, enable_prefix_caching=False)) as without,
         closing(make_engine(config, enable_prefix_caching=True)) as with_reuse,
@@ -227,75 +191,67 @@ def main(config: Config) -> None:
         conversations = draw_conversations(
             read,
             without.tokenizer,
-            num_conversations,
+            config.rounds * config.num_conversations,
             min_turns=config.min_turns,
             max_turns=config.max_turns,
             max_reply_tokens=config.max_output_tokens,
             seed=config.seed,
         )
-        engines = {WITHOUT: without, WITH: with_reuse}
-        for engine in engines.values():
+        for engine in (without, with_reuse):
             engine.warm_up()
             chat(engine, [[Turn([0, 1], 2)]], num_users=1, window=window)  # untimed
-        pair = Pair(engines, conversations, window, config.num_users, config.rounds)
+        pair = Pair(config, {WITHOUT: without, WITH: with_reuse}, conversations, window)
         rounds = grid(pair.measure, range(config.rounds), config, unit="round")
 
     runs = {name: [of_round[name] for of_round in rounds] for name in (WITHOUT, WITH)}
     turns = {name: [turn for run in of for turn in run.turns] for name, of in runs.items()}
     wall_s = {name: [run.wall_s for run in of] for name, of in runs.items()}
-    parts = parts_of(turns)
+    parts = list(parts_of(turns))
     low, ratio, high = ratio_spread(wall_s[WITHOUT], wall_s[WITH])
-    same = sum(
+    same = [
         a == b
         for one, other in zip(runs[WITH], runs[WITHOUT], strict=True)
         for a, b in zip(one.histories, other.histories, strict=True)
-    )
+    ]
     evictions = sum(run.evictions for run in runs[WITH])
     report(
         f"Conversations with {without.config.name}",
-        [case_of(name, turns[name], sum(wall_s[name])) for name in runs],
+        [row_of(name, turns[name], sum(wall_s[name])) for name in runs],
         config,
         throughput_ratio={"low": low, "median": ratio, "high": high},
         paper_ratio=PAPER_RATIO,
-        same_conversations=same,
-        conversations=num_conversations,
-        parts=[part._asdict() for part in parts],
+        same_conversations=sum(same),
+        conversations=len(same),
+        parts=parts,
         evictions=evictions,
     )
-    print_table("Time to first token, with and without reuse", Part._fields, parts)
-    write_jsonl(
-        config.out_dir,
-        "turns.jsonl",
-        (
-            {"reuse": name, "round": number, **asdict(turn)}
-            for name, of in runs.items()
-            for number, run in enumerate(of)
-            for turn in run.turns
-        ),
+    print_rows("Time to first token, with and without reuse", parts)
+    answered = (
+        {"reuse": name, "round": number, **asdict(turn)}
+        for name, of in runs.items()
+        for number, run in enumerate(of)
+        for turn in run.turns
     )
+    write_jsonl(config.out_dir, "turns.jsonl", answered)
     plot(turns, config.out_dir)
     print(
         f"throughput, with reuse over without: {ratio:.2f} ({low:.2f} to {high:.2f}); the paper's, "
         f"without reuse, over Orca: {PAPER_RATIO}\n"
-        f"{same} of {num_conversations} conversations are the same, token for token; {evictions} "
+        f"{sum(same)} of {len(same)} conversations are the same, token for token; {evictions} "
         "blocks evicted"
     )
 
 
-def claims(results: dict[str, Any]) -> list[Claim]:
+def claims(results: Results) -> Iterator[Claim]:
     """The paper's gain is of another kind, so its figure decides nothing."""
     ratio = results["throughput_ratio"]["median"]
-    return [
-        Claim(
-            "conversations: throughput",
-            f"{PAPER_RATIO} times the Orca baselines",
-            f"{figure(ratio)} times the same engine without reuse between turns",
-            "",
-            None,
-            "the paper's gain is memory for larger batches and reuses nothing; here only the "
-            "prefix cache differs",
-        )
-    ]
+    yield Claim(
+        "conversations: throughput",
+        f"{PAPER_RATIO} times the Orca baselines",
+        f"{figure(ratio)} times the same engine without reuse between turns",
+        note="the paper's gain is memory for larger batches and reuses nothing; here only the "
+        "prefix cache differs",
+    )
 
 
 if __name__ == "__main__":

@@ -25,17 +25,17 @@ Expect three minutes with --quick and half an hour without on two CPU cores. --o
 results.json, results.csv and block_size.png.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, partial
 from operator import attrgetter
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
 
 from experiments.lib import figures
-from experiments.lib.claims import Claim, Results, chosen, figure
+from experiments.lib.claims import Claim, Results, above, chosen, claim
 from experiments.lib.driver import require_fitting, serve
 from experiments.lib.experiment import grid, run
 from experiments.lib.options import SimulationOptions, option
@@ -332,41 +332,33 @@ def main(config: Config) -> None:
 # The paper's claims
 
 
-def claims(results: Results) -> list[Claim]:
+def claims(results: Results) -> Iterator[Claim]:
     """The best block sizes, and what large blocks cost short requests."""
-    claimed = [best_claim(row) for row in results["best"] if row["paper"] is not None]
+    for row in [row for row in results["best"] if row["paper"] is not None]:
+        low, high = map(int, row["paper"].split(" to "))
+        best = [int(size) for size in row["best"].split(", ")]
+        is_papers = REFERENCE in best or all(low <= size <= high for size in best)
+        is_simulated = row["run"] == "simulated"
+        yield Claim(
+            f"best block sizes, {row['run']}, {row['workload']}",
+            row["paper"],
+            row["best"],
+            f"{REFERENCE} among the best, or all of them within the paper's",
+            is_papers if is_simulated else None,
+            "what a block costs a kernel is assumed to be the same at any block size"
+            if is_simulated
+            else "of another model on another device: what a block costs is that of its kernel",
+        )
     rows = chosen(results["cases"], run="simulated", workload="alpaca")
     latencies = {row["block_size"]: row["latency_ms"] for row in rows}
     largest = max(latencies, default=0)
     if REFERENCE in latencies and largest > REFERENCE:
-        ratio = latencies[largest] / latencies[REFERENCE]
-        claimed.append(
-            Claim(
-                f"Alpaca: latency at {largest} over that at {REFERENCE}",
-                "much higher",
-                figure(ratio),
-                "above 1.2",
-                ratio > 1.2,
-            )
+        yield claim(
+            f"Alpaca: latency at {largest} over that at {REFERENCE}",
+            paper="much higher",
+            found=latencies[largest] / latencies[REFERENCE],
+            rule=above(1.2),
         )
-    return claimed
-
-
-def best_claim(row: dict[str, Any]) -> Claim:
-    low, high = map(int, row["paper"].split(" to "))
-    best = [int(size) for size in row["best"].split(", ")]
-    is_papers = REFERENCE in best or all(low <= size <= high for size in best)
-    is_simulated = row["run"] == "simulated"
-    return Claim(
-        f"best block sizes, {row['run']}, {row['workload']}",
-        row["paper"],
-        row["best"],
-        f"{REFERENCE} among the best, or all of them within the paper's",
-        is_papers if is_simulated else None,
-        "what a block costs a kernel is assumed to be the same at any block size"
-        if is_simulated
-        else "of another model on another device: what a block costs is that of its kernel",
-    )
 
 
 if __name__ == "__main__":

@@ -1,14 +1,12 @@
-"""One sequence's preemption: its blocks are moved out and in, or its tokens are prefilled.
-
-Modelled for OPT-13B on an A100 by the simulator's cost model, and measured with a model on this
-machine.
-"""
+"""One sequence's preemption: its blocks are moved out and in, or its tokens are prefilled."""
 
 import time
 from contextlib import closing
 from dataclasses import replace
+from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from paged_jax import Engine, SamplingParams
@@ -23,9 +21,8 @@ from paged_jax.loading import LoadedModel
 from paged_jax.observability.observer import IterationStats
 from paged_jax.simulation.cost_model import RooflineCost, StepWork
 from paged_jax.simulation.setups import find_gpu, find_model_shape
-from paged_jax.steps import kv_cache
 
-# Modelled
+# Modelled for OPT-13B on an A100, by the simulator's cost model
 
 COST = RooflineCost(
     find_gpu("A100-40GB"),
@@ -70,23 +67,15 @@ def recompute_s(num_tokens: int, block_size: int) -> float:
     return COST.step_s(work)
 
 
-# Measured
+# Measured with a model on this machine
 
 
 class Mover:
-    """A cache of the model's and a pool in host memory, between which a sequence's blocks move."""
+    """A cache as the engine's and a pool in host memory, between which a sequence's blocks move."""
 
-    def __init__(self, engine: Engine, num_blocks: int, seed: int):
-        cache = engine.executor.cache
-        shape, dtype = cache.k[0].shape, cache.k[0].dtype
-        self._cache = kv_cache.create(
-            num_layers=len(cache.k),
-            num_blocks=num_blocks + 1,
-            num_kv_heads=shape[1],
-            block_size=shape[2],
-            head_dim=shape[3],
-            dtype=dtype,
-        )
+    def __init__(self, engine: Engine, seed: int):
+        num_blocks = engine.num_blocks
+        self._cache = jax.tree.map(jnp.zeros_like, engine.executor.cache)
         self._pool = SwapPool(self._cache, num_blocks)
         self._buckets = self._pool.buckets
         rng = np.random.default_rng(seed)  # neither blocks nor host blocks lie side by side
@@ -109,11 +98,10 @@ class Mover:
 
 def measure(
     model: LoadedModel, num_tokens: int, block_size: int, *, rounds: int, seed: int
-) -> tuple[float, float, float, float]:
+) -> dict[str, Any]:
     """Move the blocks of so many tokens, and compute the same tokens in one prefill.
 
-    Returns medians over the rounds, in ms: the blocks out; in again; both with a step for each
-    block; the prefill.
+    Returns medians over the rounds; a100_… is modelled for OPT-13B.
     """
     num_blocks = -(-num_tokens // block_size)
     engine = Engine(
@@ -132,7 +120,7 @@ def measure(
     engine.core.on_iteration = steps.append
     prompt = np.random.default_rng(seed).integers(engine.config.vocab_size, size=num_tokens)
     params = SamplingParams(temperature=0, max_tokens=1, ignore_eos=True)
-    mover = Mover(engine, num_blocks, seed)
+    mover = Mover(engine, seed)
     seconds = []
     with closing(engine):
         for _ in range(1 + rounds):
@@ -142,4 +130,16 @@ def measure(
             seconds.append((out_s, in_s, each_s, steps[-1].device_s))
     timed = seconds[1:]  # the first round compiles
     out_ms, in_ms, each_ms, recompute_ms = (1e3 * np.median(timed, axis=0)).tolist()
-    return out_ms, in_ms, each_ms, recompute_ms
+    return {
+        "block_size": block_size,
+        "blocks": num_blocks,
+        "out_ms": out_ms,
+        "in_ms": in_ms,
+        "swap_ms": out_ms + in_ms,
+        "each_ms": each_ms,  # out and in, a step for each block
+        "recompute_ms": recompute_ms,
+        "a100_copies": num_copies(num_tokens, block_size),  # each way, one for a block and layer
+        "a100_each_ms": 1e3 * swap_s(num_tokens, block_size),
+        "a100_swap_ms": 1e3 * gathered_swap_s(num_tokens, block_size),
+        "a100_recompute_ms": 1e3 * recompute_s(num_tokens, block_size),
+    }

@@ -68,19 +68,6 @@ def summary(sections: Sequence[Section]) -> dict[str, int]:
     return counts | {"experiments that failed": sum(s.failure is not None for s in sections)}
 
 
-def claim_rows(claims: Sequence[Claim]) -> list[tuple[str, str, str, str, str]]:
-    return [(claim.what, claim.paper, claim.ours, claim.verdict, claim.rule) for claim in claims]
-
-
-def notes(claims: Sequence[Claim]) -> list[str]:
-    """The reasons of what differs or cannot be compared, each once."""
-    return list(
-        dict.fromkeys(
-            f"{claim.what}: {claim.note}" for claim in claims if not claim.holds and claim.note
-        )
-    )
-
-
 Block = tuple[Any, ...]  # its kind, and what it shows
 
 
@@ -98,8 +85,12 @@ def blocks(
         if section.remark:
             yield "text", section.remark
         if section.claims:
-            yield "table", COLUMNS, claim_rows(section.claims)
-        yield from (("note", note) for note in notes(section.claims))
+            rows = [(c.what, c.paper, c.ours, c.verdict, c.rule) for c in section.claims]
+            yield "table", COLUMNS, rows
+        # The reasons of what differs or cannot be compared, each once.
+        unmet = [claim for claim in section.claims if not claim.holds and claim.note]
+        notes = dict.fromkeys(f"{claim.what}: {claim.note}" for claim in unmet)
+        yield from (("note", note) for note in notes)
         yield from (("plot", section.title, plot) for plot in section.plots)
         yield "command", section.command, section.took
     yield "heading", "Where"

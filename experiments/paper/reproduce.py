@@ -6,15 +6,14 @@
     python -m experiments.paper.reproduce --quick --mooncake=conversation.jsonl
 
 Each experiment runs in a process of its own and leaves its results in a folder of --out_dir. Then
-report.html (one file, with all plots) and report.md put the paper's figures beside the figures
-found here, with a verdict on each claim by a rule that is fixed beforehand: reproduced, differs, or
-not comparable where this machine or model cannot decide it. Notes say what differs.
+report.html (one file, with all plots) and report.md put the paper's figures beside the ones here,
+with a verdict on each claim by a rule that is fixed beforehand: reproduced, differs, or not
+comparable where this machine or model cannot decide it. Notes say what differs.
 
-What has run is kept: started again, it goes on where it was interrupted, and runs again only what
-failed, or what another version of the code or other flags have made. --fresh runs all.
-
-On two CPU cores, expect less than 10 minutes with --quick and less than 2 hours without. Exit code
-1: an experiment failed; the report is written all the same.
+Results are kept: started again, it runs only what failed, was interrupted, or was made by another
+version of the code or other flags. --fresh runs all. On two CPU cores, expect less than 10 minutes
+with --quick and less than 2 hours without. Exit code 1: an experiment failed; the report is written
+all the same.
 """
 
 import importlib
@@ -38,9 +37,8 @@ from experiments.lib.experiment import run
 from experiments.lib.options import Options, as_dict, option
 from experiments.paper.report import Section, html_page, markdown, summary
 
-# The plan. Experiments that decide most claims come first. Without --quick, simulations of the
-# paper's figures run in full, and real runs as far as two hours on two CPU cores allow; each
-# experiment alone, without flags, takes longer.
+# The plan. Experiments that decide most claims come first. Without --quick, simulations run in
+# full, and real runs as far as two hours on two CPU cores allow.
 
 
 @dataclass(frozen=True)
@@ -66,12 +64,6 @@ class Step:
             flags.append(f"--seed={config.seed}")
         out_dir = f"--out_dir={Path(config.out_dir) / self.name}"
         return [sys.executable, "-m", f"experiments.{self.module}", *flags, out_dir]
-
-    def claims(self, results: dict[str, Any]) -> list[Claim]:
-        """The paper's claims beside the results, as the experiment judges them."""
-        module = importlib.import_module(f"experiments.{self.module}")
-        found: list[Claim] = module.claims(results)
-        return found
 
 
 LENGTHS = (
@@ -159,12 +151,8 @@ HIT_RATE = Step("costs.prefix_hit_rate", "Prefix hits of a Mooncake trace", quic
 
 @dataclass(frozen=True, kw_only=True)
 class Config(Options):
-    only: tuple[str, ...] = option(
-        (), f"Only these experiments run: {', '.join(step.name for step in STEPS)}."
-    )
-    mooncake: str | None = option(
-        None, "prefix_hit_rate reads this Mooncake trace (JSONL), and runs only with one."
-    )
+    only: tuple[str, ...] = option((), f"Only these run: {', '.join(s.name for s in STEPS)}.")
+    mooncake: str | None = option(None, "Mooncake trace (JSONL), which prefix_hit_rate needs.")
     fresh: bool = option(False, "Run again what has run already.")
 
 
@@ -202,15 +190,6 @@ class Outcome:
     def succeeded(self) -> bool:
         return self.returncode == 0
 
-    @property
-    def failure(self) -> str | None:
-        return None if self.succeeded else f"exit code {self.returncode}: {self.last_line}"
-
-    @property
-    def took(self) -> str:
-        kept = ", kept from an earlier run" if self.was_kept else ""
-        return f"{self.seconds:.0f} s ({self.cpu_seconds:.0f} s of CPU time){kept}"
-
 
 def kept_outcome(folder: Path, command: list[str], commit: str | None) -> Outcome | None:
     """The outcome of an earlier run of the same command at the same commit, if it succeeded."""
@@ -239,14 +218,9 @@ def run_command(
             process.terminate()
             process.wait()
             raise
-    outcome = Outcome(
-        command,
-        commit,
-        time.monotonic() - start,
-        _cpu_seconds() - cpu_start,
-        process.returncode,
-        last_line(folder / LOG),
-    )
+    seconds, cpu_seconds = time.monotonic() - start, _cpu_seconds() - cpu_start
+    ended = process.returncode, last_line(folder / LOG)
+    outcome = Outcome(command, commit, seconds, cpu_seconds, *ended)
     (folder / DONE).write_text(json.dumps(asdict(outcome), indent=2) + "\n")
     return outcome
 
@@ -259,10 +233,7 @@ def _cpu_seconds() -> float:
 
 def last_line(log: Path) -> str:
     """The last line that is not blank; of a progress bar, its last state."""
-    with log.open("rb") as file:
-        file.seek(0, 2)
-        file.seek(max(0, file.tell() - 4096))
-        text = file.read().decode(errors="replace")
+    text = log.read_bytes()[-4096:].decode(errors="replace")
     lines = [line.strip() for line in text.replace("\r", "\n").splitlines() if line.strip()]
     return lines[-1] if lines else ""
 
@@ -273,19 +244,17 @@ def run_step(step: Step, config: Config, commit: str | None, bar: "tqdm[Any]") -
     outcome = None if config.fresh else kept_outcome(folder, command, commit)
     if outcome is None:
         outcome = run_command(command, folder, commit, lambda line: bar.set_postfix_str(line[-60:]))
-    claims = []
+    claims: list[Claim] = []
+    failure = None
     if outcome.succeeded:
-        claims = step.claims(json.loads((folder / "results.json").read_text()))
-    return Section(
-        step.name,
-        step.title,
-        step.remark,
-        folder,
-        f"python {shlex.join(outcome.command[1:])}",
-        outcome.took,
-        outcome.failure,
-        claims,
-    )
+        judge = importlib.import_module(f"experiments.{step.module}").claims
+        claims = list(judge(json.loads((folder / "results.json").read_text())))
+    else:
+        failure = f"exit code {outcome.returncode}: {outcome.last_line}"
+    ran = f"python {shlex.join(outcome.command[1:])}"
+    took = f"{outcome.seconds:.0f} s ({outcome.cpu_seconds:.0f} s of CPU time)"
+    took += ", kept from an earlier run" if outcome.was_kept else ""
+    return Section(step.name, step.title, step.remark, folder, ran, took, failure, claims)
 
 
 def main(config: Config) -> int:
@@ -318,16 +287,11 @@ def main(config: Config) -> int:
         for section in sections
         for claim in section.claims
     ]
-    results = {
-        "flags": as_dict(config),
-        "environment": environment,
-        "summary": summary(sections),
-        "claims": rows,
-    }
-    reporting.write_json(out_dir, "results.json", results)
-    columns = ("experiment", "claim", "paper", "here", "verdict")
-    reporting.print_table(title, columns, [[row[name] for name in columns] for row in rows])
-    print(*(f"{count} {what}" for what, count in summary(sections).items()), sep=", ")
+    counts = summary(sections)
+    results = {"flags": as_dict(config), "environment": environment, "summary": counts}
+    reporting.write_json(out_dir, "results.json", results | {"claims": rows})
+    reporting.print_rows(title, rows, ("experiment", "claim", "paper", "here", "verdict"))
+    print(*(f"{count} {what}" for what, count in counts.items()), sep=", ")
     print(f"report in {out_dir / 'report.html'} and {out_dir / 'report.md'}")
     return int(any(section.failure is not None for section in sections))
 

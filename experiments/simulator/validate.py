@@ -23,7 +23,7 @@ results.json, results.csv, curves.csv and validate_simulator.png.
 """
 
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -31,7 +31,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from experiments.lib import figures
-from experiments.lib.claims import Claim
+from experiments.lib.claims import Claim, Results
 from experiments.lib.experiment import run
 from experiments.lib.options import option
 from experiments.lib.reporting import report, write_csv
@@ -243,10 +243,10 @@ def main(config: Config) -> None:
     )
 
 
-def claims(results: dict[str, Any]) -> list[Claim]:
+def claims(results: Results) -> Iterator[Claim]:
     """The simulator is this project's own; the paper has none."""
-    found = [
-        Claim(
+    for row in [row for row in results["cases"] if row["in_goal"] is not None]:
+        yield Claim(
             f"simulator, {row['workload']}: {row['figure']}",
             "-",
             f"{row['simulated']:.3g} simulated, {row['real']:.3g} measured",
@@ -254,19 +254,8 @@ def claims(results: dict[str, Any]) -> list[Claim]:
             row["in_goal"],
             "timings on a machine that does other things, too, differ between two real runs",
         )
-        for row in results["cases"]
-        if row["in_goal"] is not None
-    ]
-    found.append(
-        Claim(
-            "simulator: batches and memory in each iteration",
-            "-",
-            "the same" if all(results["curves_equal"]) else "differ",
-            "the same",
-            all(results["curves_equal"]),
-        )
-    )
-    return found
+    is_same, what = all(results["curves_equal"]), "simulator: batches and memory in each iteration"
+    yield Claim(what, "-", "the same" if is_same else "differ", "the same", is_same)
 
 
 if __name__ == "__main__":

@@ -96,7 +96,7 @@ def test_a_gain_counts_from_the_papers_lower_end():
 
 
 def test_the_order_of_systems_and_the_larger_model_are_judged():
-    claims = fig12_throughput.claims(throughput_results(1.8))
+    claims = list(fig12_throughput.claims(throughput_results(1.8)))
     assert all(claim.holds for claim in claims), [c for c in claims if not c.holds]
     claims = fig12_throughput.claims(throughput_results(2.3, large=2.5))
     wrong = [claim.what for claim in claims if not claim.holds]
@@ -124,7 +124,7 @@ def test_memory_is_judged_for_each_kind_of_lengths_on_its_own():
     ]
     line = "simulated, sharegpt, orca_max: 5.1 points off: short"
     results = {"cases": cases, "paper_percent": paper, "explanations": [line]}
-    claims = fig02_memory_waste.claims(results)
+    claims = list(fig02_memory_waste.claims(results))
     assert [claim.holds for claim in claims] == [True, True, True, False, False, True]
     assert [claim.note for claim in claims if claim.note] == [line]
 
