@@ -5,7 +5,7 @@
     python -m experiments.paper.fig02_memory_waste --runs=simulated --lengths=sharegpt,alpaca
 
 Where the slots are that hold no token, over time, while requests wait: only then does memory limit
-what runs. Lengths and policies decide that, not step times. Two runs:
+what runs. Two runs:
 
     simulated  OPT-13B on an A100-40GB, 15.7K slots, as in the paper
     real       SmolLM2 with a shorter longest sequence; pool, lengths and blocks scaled likewise:
@@ -21,6 +21,7 @@ Expect two minutes with --quick and 15 minutes without on two CPU cores. --out_d
 results.json, results.csv and memory_waste.png.
 """
 
+from contextlib import closing
 from dataclasses import dataclass
 from functools import partial
 from itertools import groupby
@@ -32,7 +33,7 @@ from experiments.lib.claims import Claim, Results, Rows, chosen, rising
 from experiments.lib.driver import serve
 from experiments.lib.experiment import grid, run
 from experiments.lib.options import option
-from experiments.lib.reporting import print_table, write_results
+from experiments.lib.reporting import print_rows, write_results
 from experiments.paper.fig13_batched_requests import PAPER_BATCH_SIZE
 from experiments.paper.requests import LENGTHS
 from experiments.paper.setups import OPT_13B, ORCA, SYSTEMS, System, chosen_systems
@@ -59,33 +60,22 @@ class Config(SystemOptions):
         ("sharegpt_served",), "Simulated requests have lengths of these kinds.", choices=LENGTHS
     )
     rate: float | None = option(
-        None,
-        "So many simulated requests arrive each second. By default 4, of alpaca's lengths 120.",
+        None, "Rate of simulated requests (1/s). By default 4, of alpaca's lengths 120."
     )
-    duration_s: float = option(
-        3600.0, "Simulated requests arrive for so long (s).", quick=900.0, least=1
-    )
+    duration_s: float = option(3600.0, "Simulated seconds of arrivals.", quick=900.0, least=1)
     model: str = option("smollm2", "Name or path of the real model.")
     num_real_requests: int = option(128, "The real model gets so many requests.", quick=48, least=1)
     real_max_model_len: int = option(
         1024, "The real model's longest sequence has so many tokens.", quick=256, least=16
     )
-    real_pool: float = option(
-        7.68,
-        "The real pool has room for so many of the longest sequences: by default the paper's; "
-        "fewer with --quick, where few requests are to fill it.",
-        quick=3.3,
-        least=1,
+    real_pool: float = option(  # the paper's pool; fewer requests are to fill a smaller one
+        7.68, "The real pool has room for so many of the longest sequences.", quick=3.3, least=1
     )
-    max_num_seqs: int = option(
-        48, "At most so many sequences of the real model run at a time.", quick=24, least=1
-    )
+    max_num_seqs: int = option(48, "So many real sequences run at a time.", quick=24, least=1)
     max_num_batched_tokens: int = option(
-        128, "An iteration of the real model computes at most so many tokens.", quick=64, least=1
+        128, "A real iteration computes at most so many tokens.", quick=64, least=1
     )
-    block_size: int = option(
-        16, "A KV block has so many slots (tokens); the real run scales it.", least=1
-    )
+    block_size: int = option(16, "Slots (tokens) of a KV block; the real run scales it.", least=1)
 
 
 PAPER_PERCENT = {  # token states, reserved, internal and external fragmentation
@@ -98,19 +88,19 @@ POINTS = 5  # by which a share may be off before a reason is given
 SHAREGPT = ("sharegpt", "sharegpt_served", "sharegpt_trace")  # whose lengths Figure 2 is of
 
 
-def paper_shares(system: System) -> tuple[float, ...] | None:
+def paper_shares(name: str) -> tuple[float, ...] | None:
     """Figure 2's shares; with paging, which leaves slots free here, token states alone."""
-    if system.memory_policy == "paged":
+    if name == "paged":
         return PAPER_PAGED_TOKENS, 0.0, 0.0, 0.0, 0.0
-    paper = PAPER_PERCENT.get(system.name)
+    paper = PAPER_PERCENT.get(name)
     return paper and (*paper, 0.0)
 
 
 def row_of(
-    run: str, lengths: str, system: System, waste: Waste, same: bool | None = None
+    run: str, lengths: str, system: str, waste: Waste, same: bool | None = None
 ) -> dict[str, Any]:
     """Percent of the pool over the time in which requests waited."""
-    paper, is_paged = paper_shares(system), system.memory_policy == "paged"
+    paper, is_paged = paper_shares(system), system == "paged"
     off = None  # the share that is furthest from the paper's
     if is_paged:
         off = abs(waste.used_as_tokens - PAPER_PAGED_TOKENS)
@@ -120,7 +110,7 @@ def row_of(
     return {
         "run": run,
         "lengths": lengths,
-        "system": system.name,
+        "system": system,
         **waste.shares,
         "used_as_tokens": waste.used_as_tokens,  # token states in percent of what is held
         "paper_tokens": paper and paper[0],
@@ -138,16 +128,15 @@ def row_of(
 def simulated_row(point: tuple[Load, float]) -> dict[str, Any]:
     load, rate = point
     waste = waste_of(load.simulate(rate, cut=True).iterations)
-    return row_of("simulated", load.lengths, SYSTEMS[load.system], waste)
+    return row_of("simulated", load.lengths, load.system, waste)
 
 
 def simulated_rows(config: Config) -> Rows:
+    size = config.block_size
     points = [
         (load, config.rate or (120.0 if lengths == "alpaca" else 4.0))
         for lengths in config.lengths
-        for load in loads_of(
-            config, OPT_13B, lengths, config.duration_s, block_size=config.block_size
-        )
+        for load in loads_of(config, OPT_13B, lengths, config.duration_s, block_size=size)
     ]
     return grid(simulated_row, points, config, unit="run", processes=config.processes)
 
@@ -184,11 +173,9 @@ def real_run(
         enable_prefix_caching=False,  # requests share nothing with each other
         seed=config.seed,
     )
-    try:
+    with closing(engine):
         engine.warm_up(progress=False)
         run = serve(engine, requests, SamplingParams(temperature=0))
-    finally:
-        engine.close()
     if refused := [served.refusal for served in run.served if served.refusal]:
         raise ValueError(refused[0])
     tokens = [list(s.output.outputs[0].token_ids) for s in run.served if s.output is not None]
@@ -206,24 +193,15 @@ def real_rows(config: Config, systems: list[System]) -> Rows:
     )
     print("\n".join([*notes, f"{len(requests)} requests to {config.model} with each system"]))
     runs = grid(partial(real_run, config, requests), systems, config, unit="run")
-    outputs = {
-        system.memory_policy: tokens for system, (_, tokens) in zip(systems, runs, strict=True)
-    }
-    wanted = outputs.get("paged")
+    by_system = {system.name: run for system, run in zip(systems, runs, strict=True)}
+    _, wanted = by_system.get("paged", (None, None))
     return [
-        row_of("real", "scaled", system, waste, None if wanted is None else tokens == wanted)
-        for system, (waste, tokens) in zip(systems, runs, strict=True)
+        row_of("real", "scaled", name, waste, None if wanted is None else tokens == wanted)
+        for name, (waste, tokens) in by_system.items()
     ]
 
 
 # Results
-
-
-def paper_tokens_to_come(system: str) -> float:
-    """Tokens of a running sequence: Figure 2's shares over the batch sizes of Figure 13."""
-    tokens, reserved, *_ = PAPER_PERCENT[system]
-    batch_size = PAPER_BATCH_SIZE["sharegpt", 2.0][system]
-    return (tokens + reserved) / 100 * OPT_13B.num_slots / batch_size
 
 
 def explain(rows: Rows, block_size: int) -> list[str]:
@@ -239,7 +217,10 @@ def explain(rows: Rows, block_size: int) -> list[str]:
 def reason(system: str, tokens_to_come: float | None, block_size: int) -> str:
     if tokens_to_come is None:
         return f"sequences end in blocks of {block_size} half full"
-    paper = paper_tokens_to_come(system)
+    # Figure 2's shares over the batch sizes of Figure 13.
+    tokens, reserved, *_ = PAPER_PERCENT[system]
+    batch_size = PAPER_BATCH_SIZE["sharegpt", 2.0][system]
+    paper = (tokens + reserved) / 100 * OPT_13B.num_slots / batch_size
     if abs(tokens_to_come / paper - 1) <= 0.05:
         return "lengths agree, so it is how reservations are rounded up"
     other = "less" if tokens_to_come < paper else "more"
@@ -251,14 +232,11 @@ def reason(system: str, tokens_to_come: float | None, block_size: int) -> str:
 
 def print_tables(rows: Rows) -> None:
     titles = {"token_states": "tokens", "paper_tokens": "paper: tokens", "off_points": "off by"}
-    columns = ("lengths", "system", *CATEGORIES, "paper_tokens", "off_points", "batch_size")
+    names = ("lengths", "system", *CATEGORIES, "paper_tokens", "off_points", "batch_size")
+    columns = {name: titles.get(name, name.replace("_", " ")) for name in names}
     for name, group in groupby(rows, itemgetter("run")):
         of_run = list(group)
-        print_table(
-            f"KV slots while requests wait (%), {name}",
-            [titles.get(column, column.replace("_", " ")) for column in columns],
-            map(itemgetter(*columns), of_run),
-        )
+        print_rows(f"KV slots while requests wait (%), {name}", of_run, columns)
         if used := [row["used_as_tokens"] for row in of_run if row["system"] == "paged"]:
             shares = ", ".join(f"{share:.1f}" for share in used)
             print(f"with blocks, token states are {shares} % of the slots that are not free")
@@ -276,7 +254,7 @@ def plot(rows: Rows, systems: list[System], out_dir: str) -> None:
             f"{row['run']}\n{row['lengths']}": [row[name] for name in CATEGORIES]
             for row in chosen(rows, system=system.name)
         }
-        if (paper := paper_shares(system)) is not None:
+        if (paper := paper_shares(system.name)) is not None:
             groups[system.label]["paper"] = [*paper]
     num_bars = sum(map(len, groups.values()))
     figure, axes = figures.panels(size=(1.1 * num_bars + 2, 4.5))
@@ -287,9 +265,7 @@ def plot(rows: Rows, systems: list[System], out_dir: str) -> None:
 
 def main(config: Config) -> None:
     systems = chosen_systems(config.systems)
-    rows: Rows = []
-    if "simulated" in config.runs:
-        rows += simulated_rows(config)
+    rows = simulated_rows(config) if "simulated" in config.runs else []
     if "real" in config.runs:
         rows += real_rows(config, systems)
     explanations = explain(rows, config.block_size)
