@@ -18,7 +18,7 @@ Expect a minute with --quick (the first 1,000 requests) and ten without on a CPU
 of memory. --out_dir gets results.json, results.csv and prefix_hit_rate.png.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
 from math import gcd
@@ -107,26 +107,21 @@ def replay_trace(rows: Sequence[MooncakeRow], block_size: int, pool_tokens: int 
     """Replay a trace's prompts in a pool of so many slots; None: as many as can be used.
 
     Blocks begin, and prompts part, at multiples of `unit` tokens only. So the manager is given one
-    number for each `unit` tokens, and its blocks have so many times fewer slots: it finds the same
-    with less time and memory.
+    number for each `unit` tokens, equal where the trace says that tokens are, and its blocks have
+    so many times fewer slots: it finds the same with less time and memory.
     """
     unit = gcd(block_size, HASH_BLOCK_TOKENS)
     num_blocks = sum(-(-row.num_prompt_tokens // block_size) for row in rows)
     if pool_tokens is not None:
         num_blocks = min(num_blocks, pool_tokens // block_size)
-    return replay(prompts_of(rows, unit), num_blocks, block_size, unit=unit)
-
-
-def prompts_of(rows: Iterable[MooncakeRow], unit: int) -> Iterator[Prompt]:
-    """Prompts with one number for each `unit` tokens, which `HASH_BLOCK_TOKENS` is a multiple of.
-
-    Numbers are equal where the trace says that tokens are.
-    """
     per_hash = HASH_BLOCK_TOKENS // unit
-    for row in rows:
+
+    def prompt_of(row: MooncakeRow) -> Prompt:
         numbers = [hash_id * per_hash + i for hash_id in row.hash_ids for i in range(per_hash)]
         num_tokens = row.num_prompt_tokens
-        yield Prompt(numbers[: -(-num_tokens // unit)], num_tokens // unit)
+        return Prompt(numbers[: -(-num_tokens // unit)], num_tokens // unit)
+
+    return replay(map(prompt_of, rows), num_blocks, block_size, unit=unit)
 
 
 @cache

@@ -55,10 +55,6 @@ SYSTEMS: dict[str, dict[str, Any]] = {
     "chunked": {},
     "admission": {},  # its limits follow from the objective
 }
-COLUMNS = (
-    *("system", "rate", "requests", "refused", "ttft p50", "ttft p99", "gap p50", "gap p99"),
-    *("gap max", "tokens/s", "goodput", "batch", "prefill"),
-)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -299,12 +295,13 @@ def main(config: Config) -> None:
 
     requests = load(config)[1]
     ratios = tail_ratios(cases)
-    print_table(
-        f"{model.name}: {len(requests)} requests, {config.num_long(requests)} of them with "
-        f"{config.long_prompt} tokens of prompt",
-        COLUMNS,
-        cases,
-    )
+    num_long = config.num_long(requests)
+    headings = [
+        *("system", "rate", "requests", "refused", "ttft p50", "ttft p99", "gap p50", "gap p99"),
+        *("gap max", "tokens/s", "goodput", "batch", "prefill"),
+    ]
+    title = f"{model.name}: {len(requests)} requests, {num_long} of them with"
+    print_table(f"{title} {config.long_prompt} tokens of prompt", headings, cases)
     print_rows("p99 between two tokens: chunked over whole prompts", ratios)
     print(
         f"objective: first token within {objective.ttft_s:.3g} s, gaps within "
@@ -315,7 +312,7 @@ def main(config: Config) -> None:
         config,
         objective=objective._asdict(),
         capacity=capacity,
-        long_requests=config.num_long(requests),
+        long_requests=num_long,
         gap_p99_ratios=ratios,
     )
     plot(cases, objective, config.out_dir)

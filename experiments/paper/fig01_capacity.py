@@ -48,9 +48,7 @@ from paged_jax.simulation.setups import (
 @dataclass(frozen=True, kw_only=True)
 class Config(SearchOptions):
     model: str = option(
-        "OPT-13B",
-        f"This model is planned for: {', '.join(MODEL_SHAPES)}, a Hugging Face folder or a .gguf "
-        "file.",
+        "OPT-13B", f"One of {', '.join(MODEL_SHAPES)}, a Hugging Face folder or a .gguf file."
     )
     gpu: str = option("A100-40GB", f"It runs on GPUs of this kind: {', '.join(GPUS)}.")
     num_gpus: int = option(1, "The model is split among so many GPUs.", least=1)
@@ -125,10 +123,9 @@ def memory_share(config: Config, model: ModelShape, gpu: GPU) -> float:
     """The share of the memory that weights and KV may take."""
     if config.memory_share is not None:
         return config.memory_share
-    setup = SETUPS.get(model.name)
-    if setup and (setup.model, setup.gpu, setup.num_gpus) == (model, gpu, config.num_gpus):
-        return setup.share
-    return ENGINE_SHARE
+    described = model, gpu, config.num_gpus
+    papers = [s for s in SETUPS.values() if (s.model, s.gpu, s.num_gpus) == described]
+    return papers[0].share if papers else ENGINE_SHARE
 
 
 def plan(config: Config) -> tuple[Deployment, dict[str, float]]:
@@ -183,7 +180,7 @@ def overloaded_row(load: Load) -> dict[str, Any]:
     return {
         "system": SYSTEMS[load.system].label,
         "batch_size": run.mean_batch_size,
-        "tokens_percent": 100 * tokens,  # of the pool: token states
+        "tokens_percent": 100 * tokens,  # of the pool
         "waste_percent": 100 * (reserved + internal + external),
         "free_percent": 100 * (1 - tokens - reserved - internal - external),
     }
@@ -191,9 +188,8 @@ def overloaded_row(load: Load) -> dict[str, Any]:
 
 def system_rows(config: Config, deployment: Deployment) -> Rows:
     """Each simulated system, overloaded, and the rate (requests/s) that it sustains."""
-    loads = loads_of(
-        config, deployment, config.lengths, config.duration_s, block_size=config.block_size
-    )
+    size = config.block_size
+    loads = loads_of(config, deployment, config.lengths, config.duration_s, block_size=size)
     # Paging, which comes last, takes longest.
     full = grid(overloaded_row, loads[::-1], config, unit="system", processes=config.processes)
     [searches] = find_panels({(): loads}, config).values()
@@ -249,17 +245,14 @@ def plot(
 
 def main(config: Config) -> None:
     deployment, sizes = plan(config)
-    setups = setup_rows()
+    setups, objective = setup_rows(), f"{config.objective_s:g} s per output token"
     print_rows("The paper's set-ups (KV slots)", setups)
     print(note_on_length(config.lengths, deployment.model.max_model_len, config.seed))
     print_table(deployment.name, ["figure", "value"], sizes.items())
     systems = system_rows(config, deployment) if config.simulate else []
     if systems:
-        print_rows(
-            f"Simulated, {config.lengths}: overloaded, and the rate sustained within "
-            f"{config.objective_s:g} s per output token",
-            systems,
-        )
+        title = f"Simulated, {config.lengths}: overloaded, and the rate sustained within"
+        print_rows(f"{title} {objective}", systems)
     batch_sizes = {row["system"]: row["batch_size"] for row in systems}
     largest = max([*batch_sizes.values(), 40.0])
     context = round(deployment.num_slots / largest)

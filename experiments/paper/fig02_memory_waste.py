@@ -53,9 +53,7 @@ from paged_jax.workloads import (
 
 @dataclass(frozen=True, kw_only=True)
 class Config(SystemOptions):
-    runs: tuple[Literal["simulated", "real"], ...] = option(
-        ("simulated", "real"), "These runs are made."
-    )
+    runs: tuple[Literal["simulated", "real"], ...] = option(("simulated", "real"), "Runs to make.")
     lengths: tuple[str, ...] = option(
         ("sharegpt_served",), "Simulated requests have lengths of these kinds.", choices=LENGTHS
     )
@@ -101,12 +99,10 @@ def row_of(
 ) -> dict[str, Any]:
     """Percent of the pool over the time in which requests waited."""
     paper, is_paged = paper_shares(system), system == "paged"
-    off = None  # the share that is furthest from the paper's
-    if is_paged:
-        off = abs(waste.used_as_tokens - PAPER_PAGED_TOKENS)
-    elif paper:
-        shares = zip(waste.shares.values(), paper, strict=True)
-        off = max(abs(ours - papers) for ours, papers in shares)
+    off = None  # of the share that is furthest from the paper's, in points
+    if paper and lengths in SHAREGPT:
+        ours = [waste.used_as_tokens] if is_paged else waste.shares.values()
+        off = max(abs(share - its) for share, its in zip(ours, paper, strict=False))
     return {
         "run": run,
         "lengths": lengths,
@@ -114,7 +110,7 @@ def row_of(
         **waste.shares,
         "used_as_tokens": waste.used_as_tokens,  # token states in percent of what is held
         "paper_tokens": paper and paper[0],
-        "off_points": off if lengths in SHAREGPT else None,
+        "off_points": off,
         "batch_size": waste.batch_size,
         # Tokens that a running sequence has and will have; paging reserves nothing for the latter.
         "tokens_to_come": None if is_paged else waste.tokens_to_come,
@@ -206,11 +202,11 @@ def real_rows(config: Config, systems: list[System]) -> Rows:
 
 def explain(rows: Rows, block_size: int) -> list[str]:
     """Why shares are further than `POINTS` from the paper's."""
+    line = "{run}, {lengths}, {system}: {off_points:.1f} points off: "
     return [
-        f"{row['run']}, {row['lengths']}, {row['system']}: {row['off_points']:.1f} points off: "
-        + reason(row["system"], row["tokens_to_come"], block_size)
+        line.format_map(row) + reason(row["system"], row["tokens_to_come"], block_size)
         for row in rows
-        if row["off_points"] is not None and row["off_points"] > POINTS
+        if (row["off_points"] or 0) > POINTS
     ]
 
 
@@ -240,10 +236,9 @@ def print_tables(rows: Rows) -> None:
         if used := [row["used_as_tokens"] for row in of_run if row["system"] == "paged"]:
             shares = ", ".join(f"{share:.1f}" for share in used)
             print(f"with blocks, token states are {shares} % of the slots that are not free")
-    same = {row["system"]: row["same_outputs"] for row in rows if row["same_outputs"] is not None}
-    if same:
-        differing = ", ".join(name for name, is_same in same.items() if not is_same) or "none"
-        print(f"outputs that differ from those with blocks: {differing}")
+    if compared := [row for row in rows if row["same_outputs"] is not None]:
+        differing = ", ".join(row["system"] for row in compared if not row["same_outputs"])
+        print(f"outputs that differ from those with blocks: {differing or 'none'}")
 
 
 def plot(rows: Rows, systems: list[System], out_dir: str) -> None:

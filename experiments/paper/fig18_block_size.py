@@ -23,8 +23,10 @@ results.json, results.csv and block_size.png.
 """
 
 from collections.abc import Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass, replace
 from functools import cache, partial
+from itertools import chain
 from typing import Any, Literal, NamedTuple
 
 import jax.numpy as jnp
@@ -48,19 +50,17 @@ from paged_jax.workloads import VocabRange
 
 @dataclass(frozen=True, kw_only=True)
 class Config(SimulationOptions):
-    runs: tuple[Literal["simulated", "real"], ...] = option(
-        ("simulated", "real"), "These runs are made."
-    )
+    runs: tuple[Literal["simulated", "real"], ...] = option(("simulated", "real"), "Runs to make.")
     workloads: tuple[str, ...] = option(
         ("sharegpt_served", "alpaca", SHARED_PREFIXES),
         f"Kinds of lengths, {SHARED_PREFIXES} with a prefix cache.",
         choices=LENGTHS,
     )
     block_size: tuple[int, ...] = option(
-        (1, 2, 4, 8, 16, 32, 64, 128, 256), "Simulated blocks have so many slots.", least=1
+        (1, 2, 4, 8, 16, 32, 64, 128, 256), "Slots of a simulated block.", least=1
     )
     real_block_size: tuple[int, ...] = option(
-        (1, 4, 16, 64, 256), "Real blocks have so many slots.", quick=(4, 16, 64), least=1
+        (1, 4, 16, 64, 256), "Slots of a real block.", quick=(4, 16, 64), least=1
     )
     deployment: str = option("OPT-13B", "The paper's set-up that is simulated.", choices=SETUPS)
     duration_s: float = option(600.0, "Simulated seconds of arrivals.", quick=60.0, least=1)
@@ -155,20 +155,14 @@ def simulated_row(item: tuple[Load, float]) -> Row:
 
 
 def simulated_rows(config: Config) -> list[Row]:
+    deployment = find_setup(config.deployment).deployment
+    every = Load("paged", deployment, "", config.duration_s, config.seed, REFERENCE)
     loads = [
-        Load(
-            "paged",
-            find_setup(config.deployment).deployment,
-            workload,
-            config.duration_s,
-            seed=config.seed,
-            block_size=REFERENCE,
-            enable_prefix_caching=workload == SHARED_PREFIXES,
-        )
+        replace(every, lengths=workload, enable_prefix_caching=workload == SHARED_PREFIXES)
         for workload in config.workloads
     ]
     for load in loads:
-        print(note_on_length(load.lengths, load.deployment.model.max_model_len, load.seed))
+        print(note_on_length(load.lengths, deployment.model.max_model_len, config.seed))
     served = grid(served_rate, loads, config, unit="workload", processes=config.processes)
     items = [
         (replace(load, block_size=size), config.load * rate)
@@ -193,11 +187,9 @@ def real_rows(config: Config, block_size: int) -> list[Row]:
         max_prefill_seqs=4,
         seed=config.seed,
     )
-    try:
+    with closing(engine):
         engine.warm_up(progress=False)
         return [real_row(config, engine, workload) for workload in config.workloads]
-    finally:
-        engine.close()
 
 
 def real_row(config: Config, engine: Engine, workload: str) -> Row:
@@ -288,7 +280,7 @@ def main(config: Config) -> None:
     if "real" in config.runs:
         measure = partial(real_rows, config)
         by_size = grid(measure, config.real_block_size, config, unit="block size")
-        rows += [row for rows in by_size for row in rows]
+        rows += chain.from_iterable(by_size)
     keys = dict.fromkeys((row.run, row.workload) for row in rows)
     groups = {key: sorted(row for row in rows if row[:2] == key) for key in keys}
     best = [
