@@ -17,6 +17,7 @@ pipelining.png.
 """
 
 import time
+from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache, partial
@@ -69,8 +70,8 @@ def measure(point: Point, config: Config) -> dict[str, Any]:
     """Run both kinds of loop in turn."""
     make = model_round if point.device_ms is None else simulated_round
     one_by_one, pipelined = (make(point, config, is_pipelined=each) for each in (False, True))
-    rates: dict[Round, list[float]] = {one_by_one: [], pipelined: []}
-    stats: dict[Round, list[IterationStats]] = {one_by_one: [], pipelined: []}
+    rates: dict[Round, list[float]] = defaultdict(list)
+    stats: dict[Round, list[IterationStats]] = defaultdict(list)
     for _, play in in_turn(one_by_one, pipelined, config.rounds):
         rate, iterations = play()
         rates[play].append(rate)
@@ -108,21 +109,18 @@ def simulated_round(point: Point, config: Config, *, is_pipelined: bool) -> Roun
     core.on_iteration = stats.append
     requests = endless_requests(config.seed, *lengths)
 
-    def step() -> None:
-        while core.scheduler.num_waiting < point.num_seqs:  # so that the queue is never empty
-            core.scheduler.add(next(requests))
-        core.report(core.step())
-
-    def steps() -> None:
-        for _ in range(config.iterations):
-            step()
+    def steps(count: int) -> None:
+        for _ in range(count):
+            while core.scheduler.num_waiting < point.num_seqs:  # so that the queue is never empty
+                core.scheduler.add(next(requests))
+            core.report(core.step())
 
     while core.scheduler.num_running < point.num_seqs:
-        step()
+        steps(1)
 
     def play() -> tuple[float, list[IterationStats]]:
-        step()  # the batch that was in flight while the other loop ran has cost nothing
-        return timed(steps, stats)
+        steps(1)  # the batch that was in flight while the other loop ran has cost nothing
+        return timed(partial(steps, config.iterations), stats)
 
     return play
 

@@ -97,9 +97,9 @@ def setup_rows() -> Rows:
 
 def shape_of(config: ModelConfig, bytes_per_value: int) -> ModelShape:
     """A Llama-family model as the cost model sees it."""
-    names = {field.name for field in fields(ModelShape)}
+    names = {field.name for field in fields(ModelShape)} & {field.name for field in fields(config)}
     return ModelShape(
-        **{name: value for name, value in vars(config).items() if name in names},
+        **{name: getattr(config, name) for name in names},
         max_model_len=config.max_position_embeddings,
         is_gated=True,
         has_tied_embeddings=config.tie_word_embeddings,
@@ -211,8 +211,9 @@ def throughput_by_batch(
     cost = RooflineCost(deployment.gpu, deployment.model, deployment.num_gpus)
     points = []
     for size in range(1, max_batch_size + 1):
-        decodes = {"num_decodes": size, "decode_context": size * context}
-        work = StepWork(**decodes, prefills=(), num_first_samples=0, block_size=block_size)
+        work = StepWork(
+            size, size * context, prefills=(), num_first_samples=0, block_size=block_size
+        )
         step_s = cost.step_s(work)
         points.append(BatchPoint(size, 1e3 * step_s, size / step_s))
     return points
@@ -245,14 +246,15 @@ def plot(
 
 def main(config: Config) -> None:
     deployment, sizes = plan(config)
-    setups, objective = setup_rows(), f"{config.objective_s:g} s per output token"
+    setups = setup_rows()
     print_rows("The paper's set-ups (KV slots)", setups)
     print(note_on_length(config.lengths, deployment.model.max_model_len, config.seed))
     print_table(deployment.name, ["figure", "value"], sizes.items())
     systems = system_rows(config, deployment) if config.simulate else []
     if systems:
-        title = f"Simulated, {config.lengths}: overloaded, and the rate sustained within"
-        print_rows(f"{title} {objective}", systems)
+        within = f"within {config.objective_s:g} s per output token"
+        title = f"Simulated, {config.lengths}: overloaded, and the rate sustained {within}"
+        print_rows(title, systems)
     batch_sizes = {row["system"]: row["batch_size"] for row in systems}
     largest = max([*batch_sizes.values(), 40.0])
     context = round(deployment.num_slots / largest)
