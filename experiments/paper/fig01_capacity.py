@@ -211,9 +211,7 @@ def throughput_by_batch(
     cost = RooflineCost(deployment.gpu, deployment.model, deployment.num_gpus)
     points = []
     for size in range(1, max_batch_size + 1):
-        work = StepWork(
-            size, size * context, prefills=(), num_first_samples=0, block_size=block_size
-        )
+        work = StepWork(size, size * context, (), num_first_samples=0, block_size=block_size)
         step_s = cost.step_s(work)
         points.append(BatchPoint(size, 1e3 * step_s, size / step_s))
     return points
