@@ -28,9 +28,7 @@ from experiments.lib.reporting import report
 
 @dataclass(frozen=True, kw_only=True)
 class Config(Options):
-    num_seqs: tuple[int, ...] = option(
-        (16, 64, 256), "So many sequences run at a time.", quick=(16, 64), least=1
-    )
+    num_seqs: tuple[int, ...] = option((16, 64, 256), "Running sequences.", quick=(16, 64), least=1)
     block_size: tuple[int, ...] = option((16,), "Block sizes (tokens).", least=1)
     prompt_tokens: int = option(512, "Prompts have this mean length.", least=2)
     output_tokens: int = option(256, "Outputs have this mean length.", least=2)

@@ -38,16 +38,12 @@ from paged_jax.observability.observer import IterationStats
 
 @dataclass(frozen=True, kw_only=True)
 class Config(Options):
-    num_seqs: tuple[int, ...] = option(
-        (16, 64, 256), "So many sequences run on a simulated device.", quick=(64,), least=1
-    )
+    num_seqs: tuple[int, ...] = option((16, 64, 256), "Simulated sequences.", quick=(64,), least=1)
     device_ms: tuple[int, ...] = option(
         (1, 4, 16), "A simulated device takes so long per iteration (ms).", quick=(4,), least=1
     )
     model: str = option("smollm2", "The model's name or path. With an empty one none is run.")
-    model_seqs: tuple[int, ...] = option(
-        (1, 8), "So many sequences run on the model.", quick=(2,), least=1
-    )
+    model_seqs: tuple[int, ...] = option((1, 8), "The model's sequences.", quick=(2,), least=1)
     prompt_tokens: int = option(128, "Prompts have this mean length.", least=2)
     output_tokens: int = option(128, "Outputs have this mean length.", least=2)
     iterations: int = option(150, "A simulated round has so many.", quick=50, least=1)

@@ -37,16 +37,10 @@ from paged_jax.workloads.mooncake import HASH_BLOCK_TOKENS
 @dataclass(frozen=True, kw_only=True)
 class Config(Options):
     trace: str = option(None, "The path of a Mooncake trace (JSONL).")
-    num_requests: int = option(
-        0, "So many of the trace's first requests are replayed; 0: all.", quick=1000, least=0
-    )
-    block_size: tuple[int, ...] = option(
-        (16, 128, 512, 1024, 2048, 4096), "Block sizes (tokens).", least=1
-    )
+    num_requests: int = option(0, "The trace's first requests; 0: all.", quick=1000, least=0)
+    block_size: tuple[int, ...] = option((16, 128, 512, 1024, 2048, 4096), "Block sizes.", least=1)
     pool_tokens: tuple[int, ...] = option(
-        (0, 10_000_000, 1_000_000),
-        "The pool has so many slots; 0: as many as can be used.",
-        least=0,
+        (0, 10_000_000, 1_000_000), "Slots of the pool; 0: as many as can be used.", least=0
     )
 
 

@@ -52,15 +52,11 @@ class Config(SearchOptions):
     )
     gpu: str = option("A100-40GB", f"It runs on GPUs of this kind: {', '.join(GPUS)}.")
     num_gpus: int = option(1, "The model is split among so many GPUs.", least=1)
-    memory_gib: float | None = option(
-        None, "Each GPU has so much memory (GiB). By default its own.", least=0
-    )
+    memory_gib: float | None = option(None, "A GPU's memory (GiB). By default its own.", least=0)
     memory_share: float | None = option(
         None, "Share of the memory for weights and KV. By default 0.9, or what the paper says."
     )
-    dtype: Literal["float16", "bfloat16", "float32"] = option(
-        "float16", "Weights and KV are stored in this type."
-    )
+    dtype: Literal["float16", "bfloat16", "float32"] = option("float16", "Type of weights and KV.")
     block_size: int = option(16, "A KV block has so many slots (tokens).", least=1)
     lengths: str = option("sharegpt_served", "Requests have lengths of this kind.", choices=LENGTHS)
     simulate: bool = option(True, "Simulate batches, waste and sustained rates, too.")

@@ -54,25 +54,18 @@ from paged_jax.workloads import (
 @dataclass(frozen=True, kw_only=True)
 class Config(SystemOptions):
     runs: tuple[Literal["simulated", "real"], ...] = option(("simulated", "real"), "Runs to make.")
-    lengths: tuple[str, ...] = option(
-        ("sharegpt_served",), "Simulated requests have lengths of these kinds.", choices=LENGTHS
-    )
+    lengths: tuple[str, ...] = option(("sharegpt_served",), "Simulated lengths.", choices=LENGTHS)
     rate: float | None = option(
         None, "Rate of simulated requests (1/s). By default 4, of alpaca's lengths 120."
     )
     duration_s: float = option(3600.0, "Simulated seconds of arrivals.", quick=900.0, least=1)
     model: str = option("smollm2", "Name or path of the real model.")
     num_real_requests: int = option(128, "The real model gets so many requests.", quick=48, least=1)
-    real_max_model_len: int = option(
-        1024, "The real model's longest sequence has so many tokens.", quick=256, least=16
-    )
-    real_pool: float = option(  # the paper's pool; fewer requests are to fill a smaller one
-        7.68, "The real pool has room for so many of the longest sequences.", quick=3.3, least=1
-    )
+    real_max_model_len: int = option(1024, "Longest real sequence (tokens).", quick=256, least=16)
+    # The paper's; with --quick, few requests are to fill it.
+    real_pool: float = option(7.68, "The real pool, in longest sequences.", quick=3.3, least=1)
     max_num_seqs: int = option(48, "So many real sequences run at a time.", quick=24, least=1)
-    max_num_batched_tokens: int = option(
-        128, "A real iteration computes at most so many tokens.", quick=64, least=1
-    )
+    max_num_batched_tokens: int = option(128, "Tokens of a real iteration.", quick=64, least=1)
     block_size: int = option(16, "Slots (tokens) of a KV block; the real run scales it.", least=1)
 
 

@@ -42,9 +42,7 @@ from experiments.paper.simulations import (
 
 @dataclass(frozen=True, kw_only=True)
 class Config(SearchOptions):
-    models: tuple[str, ...] = option(
-        tuple(SETUPS), "These models are served.", quick=("OPT-13B",), choices=SETUPS
-    )
+    models: tuple[str, ...] = option(tuple(SETUPS), "Models.", quick=("OPT-13B",), choices=SETUPS)
     lengths: tuple[str, ...] = option(
         ("sharegpt_served", "alpaca"), "Requests have lengths of these kinds.", choices=LENGTHS
     )

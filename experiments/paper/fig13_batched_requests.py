@@ -38,9 +38,7 @@ class Config(SystemOptions):
         ("sharegpt_served:2", "alpaca:30"), "Panels are of these loads, as lengths:requests/s."
     )
     model: str = option("OPT-13B", "The paper's set-up of this model serves.", choices=SETUPS)
-    duration_s: float = option(
-        3600.0, "Requests arrive for so long (s), then the run ends.", quick=300.0, least=1
-    )
+    duration_s: float = option(3600.0, "A run ends after so long (s).", quick=300.0, least=1)
 
 
 PAPER_BATCH_SIZE = {

@@ -41,9 +41,7 @@ class Config(SearchOptions):
     methods: tuple[Literal["parallel", "beam"], ...] = option(
         ("parallel", "beam"), "Sequences of a request come about by these methods."
     )
-    widths: tuple[int, ...] = option(
-        (2, 4, 6), "A request has so many samples or beams.", quick=(6,), least=2
-    )
+    widths: tuple[int, ...] = option((2, 4, 6), "Samples or beams.", quick=(6,), least=2)
     systems: tuple[str, ...] = option(
         (*ORCA, "paged"), "Systems to compare.", quick=("orca_oracle", "paged"), choices=SYSTEMS
     )

@@ -23,9 +23,7 @@ from paged_jax.workloads import WorkloadRequest
 class SystemOptions(SimulationOptions):
     """Options of a comparison of systems."""
 
-    systems: tuple[str, ...] = option(
-        (*ORCA, "paged"), "These systems are compared.", choices=SYSTEMS
-    )
+    systems: tuple[str, ...] = option((*ORCA, "paged"), "Systems to compare.", choices=SYSTEMS)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,9 +31,7 @@ class SearchOptions(SystemOptions):
     """Options of a comparison of the rates that systems sustain."""
 
     objective_s: float = option(
-        0.1,
-        "A rate is sustained if the mean latency per output token is at most this (s).",
-        least=1e-3,
+        0.1, "A rate is sustained up to this mean latency per output token (s).", least=1e-3
     )
 
 
@@ -82,11 +78,10 @@ class Load:
         Only a run to the end has a mean latency that does not leave out the requests that wait
         longest; only one that is cut has averages of the time at that rate alone.
         """
-        system = SYSTEMS[self.system]
-        prefixes = {"enable_prefix_caching": self.enable_prefix_caching}
+        system, caches = SYSTEMS[self.system], self.enable_prefix_caching
         return simulate(
             self.requests(rate),
-            system.config(self.deployment, self.block_size, **prefixes),
+            system.config(self.deployment, self.block_size, enable_prefix_caching=caches),
             system.cost(self.deployment),
             params=self.params,
             horizon_s=self.duration_s if cut else None,
