@@ -4,22 +4,21 @@
     python -m experiments.costs.decode_step --batch=1,8,32 --context=64,512 --block_size=1,16,64
     python -m experiments.costs.decode_step --context=64 --table_tokens=64,2048
 
-Each case times whole decode steps (model, attention, cache write, greedy sampling) on the default
-device, with all rows at the same context length and blocks scattered over the pool. The contiguous
-step keeps `[batch, kv_heads, context, head_dim]` per layer and attends with two plain products. The
-two are timed in turn, round by round, so that a noisy machine slows both; the ratio is the median
-over rounds. `--table_tokens` widens the block table beyond the context, which should cost nothing.
+Each case times whole decode steps (model, attention, cache write, greedy sampling), with all rows
+at the same context length and blocks scattered over the pool. The contiguous step keeps
+`[batch, kv_heads, context, head_dim]` per layer and attends with two plain products. The two are
+timed in turn, round by round, so that a noisy machine slows both. `--table_tokens` widens the block
+table beyond the context, which should cost nothing.
 
-Expect a table in about two minutes on two CPU cores. --out_dir gets results.json, results.csv and
-ratio.png.
+Expect two minutes on two CPU cores. --out_dir gets results.json, results.csv and ratio.png.
 """
 
 import time
-from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cache, partial
 from itertools import product
+from operator import itemgetter
 from typing import Any, NamedTuple
 
 import jax
@@ -27,10 +26,12 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
+from experiments.kernels.baselines import two_products
 from experiments.lib import figures
 from experiments.lib.claims import Claim, Results
 from experiments.lib.experiment import grid, run
 from experiments.lib.options import Options, option
+from experiments.lib.paired import ratio_spread
 from experiments.lib.reporting import report
 from paged_jax.config import EngineConfig
 from paged_jax.engine.build import AttentionChoice, choose_attention
@@ -51,12 +52,10 @@ class Config(Options):
     dtype: str = option("float32", "Weights and cache have this dtype.")
     attention: str = option("auto", "This implementation of paged attention is timed.")
     batch: tuple[int, ...] = option((1, 8, 32), "Batch sizes.", quick=(8,), least=1)
-    context: tuple[int, ...] = option(
-        (64, 512), "Context lengths, in tokens.", quick=(64,), least=1
-    )
-    block_size: tuple[int, ...] = option((16,), "Block sizes, in tokens.", least=1)
+    context: tuple[int, ...] = option((64, 512), "Context lengths (tokens).", quick=(64,), least=1)
+    block_size: tuple[int, ...] = option((16,), "Block sizes (tokens).", least=1)
     table_tokens: tuple[int, ...] = option(
-        (0,), "Widths of the block table, in tokens. With 0 it is as wide as the context.", least=0
+        (0,), "Widths of the block table (tokens). With 0 it is as wide as the context.", least=0
     )
     rounds: int = option(10, "Each step of a case is timed so often.", least=1)
 
@@ -70,44 +69,18 @@ class Shape(NamedTuple):
     table_tokens: int
 
 
-class Case(NamedTuple):
-    """One row of the table; lengths in tokens, times in milliseconds (medians)."""
-
-    batch: int
-    context: int
-    block_size: int
-    table_tokens: int
-    contiguous_ms: float
-    paged_ms: float
-    ratio: float  # median over rounds of paged / contiguous
-    ratio_low: float  # quartiles of the same
-    ratio_high: float
-
-
-class ContiguousIndex(NamedTuple):
-    """The places of each row's new token and the end of its context."""
-
-    positions: Array  # i32[B]
-    context_lens: Array  # i32[B]
-
-
 def contiguous_attention(
-    scale: float, cache: LayerCache, index: ContiguousIndex, q: Array, k: Array, v: Array
+    scale: float, cache: LayerCache, index: tuple[Array, Array], q: Array, k: Array, v: Array
 ) -> tuple[Array, LayerCache]:
-    """Decode attention over one row of memory for each sequence: caches ``[B, Hk, L, D]``."""
-    B, Hq, D = q.shape
-    _, Hk, L, _ = cache[0].shape
-    rows = jnp.arange(B)
-    keys = cache[0].at[rows, :, index.positions].set(k)
-    values = cache[1].at[rows, :, index.positions].set(v)
-    grouped = q.reshape(B, Hk, Hq // Hk, D)
-    # Keys first, as in the paged kernel: the faster product on a CPU.
-    scores = jnp.einsum("bhld,bhgd->bhlg", keys, grouped, preferred_element_type=jnp.float32)
-    scores = scale * scores.swapaxes(2, 3)
-    visible = jnp.arange(L) < index.context_lens[:, None]
-    weights = jax.nn.softmax(jnp.where(visible[:, None, None], scores, -jnp.inf), axis=-1)
-    out = jnp.einsum("bhgl,bhld->bhgd", weights.astype(values.dtype), values)
-    return out.reshape(q.shape), (keys, values)
+    """Decode attention over one row of memory for each sequence: caches `[B, Hk, L, D]`.
+
+    index: the place of each row's new token and the end of its context, both i32[B].
+    """
+    positions, context_lens = index
+    rows = jnp.arange(len(q))
+    keys = cache[0].at[rows, :, positions].set(k)
+    values = cache[1].at[rows, :, positions].set(v)
+    return two_products(scale, q[:, None], keys, values, context_lens)[:, 0], (keys, values)
 
 
 @partial(jax.jit, static_argnames=("config", "attend"), donate_argnames=("cache",))
@@ -122,26 +95,24 @@ def contiguous_step(
     config: ModelConfig,
     attend: Callable[..., Any],
 ) -> tuple[PagedKVCache, Sampled]:
-    """`decode_step` with ``[B, Hk, L, D]`` caches in place of blocks and tables."""
+    """`decode_step` with `[B, Hk, L, D]` caches in place of blocks and tables."""
     model = bind(config, params)
-    index = ContiguousIndex(positions, context_lens)
-    hidden, layers = model(tokens, positions, attend, cache.layers, index)
+    hidden, layers = model(tokens, positions, attend, cache.layers, (positions, context_lens))
     sampled = sample(model.logits(hidden), positions, sampling, num_logprobs=NUM_LOGPROBS)
     return PagedKVCache.of_layers(layers), sampled
 
 
-class Stepper:
-    """A jitted step and the cache that goes in and out of it."""
+def stepper(step: Callable[..., Any], cache: PagedKVCache) -> Callable[[], float]:
+    """A function that makes a step and returns its seconds, until the tokens are on the host."""
 
-    def __init__(self, step: Callable[..., Any], cache: PagedKVCache):
-        self._step, self._cache = step, cache
-
-    def seconds(self) -> float:
-        """Wall time of one step, until its tokens are on the host."""
+    def seconds() -> float:
+        nonlocal cache
         start = time.perf_counter()
-        self._cache, sampled = self._step(self._cache)
+        cache, sampled = step(cache)
         np.asarray(sampled.tokens)
         return time.perf_counter() - start
+
+    return seconds
 
 
 @cache
@@ -171,8 +142,8 @@ def attention_of(shape: Shape, config: Config) -> AttentionChoice:
     return choose_attention(load(config)[0], options)
 
 
-def make_steppers(shape: Shape, config: Config) -> tuple[Stepper, Stepper]:
-    """(contiguous, paged) steps over random caches of ``batch`` rows of ``context`` tokens."""
+def make_steppers(shape: Shape, config: Config) -> list[Callable[[], float]]:
+    """A contiguous and a paged step over random caches of `batch` rows of `context` tokens."""
     batch, context, block_size, table = shape
     model, params = load(config)
     choice = attention_of(shape, config)
@@ -208,61 +179,49 @@ def make_steppers(shape: Shape, config: Config) -> tuple[Stepper, Stepper]:
         )
 
     def paged(cache: PagedKVCache) -> tuple[PagedKVCache, Sampled]:
-        return decode_step(
-            *(params, cache, *args, tables, context_lens, sampling),
-            config=model,
-            attention=choice.attention,
-        )
+        rows = (*args, tables, context_lens, sampling)
+        return decode_step(params, cache, *rows, config=model, attention=choice.attention)
 
-    return (
-        Stepper(contiguous, random_cache(batch, context, model.head_dim)),
-        Stepper(paged, random_cache(num_blocks, block_size, choice.cache_head_size)),
-    )
+    return [
+        stepper(contiguous, random_cache(batch, context, model.head_dim)),
+        stepper(paged, random_cache(num_blocks, block_size, choice.cache_head_size)),
+    ]
 
 
-def measure(shape: Shape, config: Config) -> Case:
-    """Time the two steps in turn."""
+def measure(shape: Shape, config: Config) -> dict[str, Any]:
+    """Time the two steps in turn; lengths in tokens."""
     steppers = make_steppers(shape, config)
-    for stepper in steppers:
-        stepper.seconds()  # compiles
-        stepper.seconds()
-    seconds = np.array([[s.seconds() for s in steppers] for _ in range(config.rounds)])
-    contiguous_ms, paged_ms = 1e3 * np.median(seconds, axis=0)
-    low, ratio, high = np.quantile(seconds[:, 1] / seconds[:, 0], [0.25, 0.5, 0.75])
-    return Case(*shape, *map(float, (contiguous_ms, paged_ms, ratio, low, high)))
+    for step in steppers:
+        step()  # compiles
+        step()
+    contiguous, paged = np.array([[step() for step in steppers] for _ in range(config.rounds)]).T
+    low, ratio, high = ratio_spread(paged, contiguous)
+    return shape._asdict() | {
+        "contiguous_ms": 1e3 * float(np.median(contiguous)),
+        "paged_ms": 1e3 * float(np.median(paged)),
+        "ratio": ratio,  # median over rounds of paged / contiguous
+        "ratio_low": low,  # quartiles of the same
+        "ratio_high": high,
+    }
 
 
-def plot(cases: Sequence[Case], out_dir: str) -> None:
-    """Ratio against context, a line for each batch, block size and table width."""
-    lines: dict[str, list[tuple[int, float]]] = defaultdict(list)
-    for case in sorted(cases):
-        extra = case.table_tokens - case.context
-        label = f"batch {case.batch}, block {case.block_size}" + (
-            f", table + {extra}" if extra else ""
-        )
-        lines[label].append((case.context, case.ratio))
-    figure, [[axes]] = figures.panels(size=(6, 4))
-    figures.lines(axes, lines)
-    axes.axhline(1, color="grey", linewidth=0.8)
-    axes.set(
-        xlabel="context length (tokens)", ylabel="paged / contiguous step time", ylim=(0, None)
-    )
-    axes.legend(fontsize=8)
-    figures.save(figure, out_dir, "ratio.png")
+def label(row: dict[str, Any]) -> str:
+    extra = row["table_tokens"] - row["context"]
+    table = f", table + {extra}" if extra else ""
+    return f"batch {row['batch']}, block {row['block_size']}{table}"
 
 
 def main(config: Config) -> None:
     sizes = product(config.batch, config.context, config.block_size, config.table_tokens)
     shapes = [Shape(b, c, s, max(w, c)) for b, c, s, w in sizes]
-    implementations = {attention_of(shape, config).attention.decode_impl for shape in shapes}
-    cases = grid(partial(measure, config=config), shapes, config, unit="case")
-    report(
-        f"Decode step of {load(config)[0].name}",
-        cases,
-        config,
-        attention=sorted(implementations),
-    )
-    plot(cases, config.out_dir)
+    attention = sorted({attention_of(shape, config).attention.decode_impl for shape in shapes})
+    rows = grid(partial(measure, config=config), shapes, config, unit="case")
+    report(f"Decode step of {load(config)[0].name}", rows, config, attention=attention)
+    labels = "context length (tokens)", "paged / contiguous step time"
+    with figures.panel(config.out_dir, "ratio.png", *labels, ylim=(0, None)) as axes:
+        in_order = sorted(rows, key=itemgetter(*Shape._fields))
+        figures.lines(axes, figures.series(in_order, "context", "ratio", label))
+        axes.axhline(1, color="grey", linewidth=0.8)
 
 
 def claims(results: Results) -> Iterator[Claim]:

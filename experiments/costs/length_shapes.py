@@ -12,11 +12,10 @@ paper's ShareGPT workload in any case, and are
     uniform     drawn evenly from 1 to twice the mean
     lognormal   as served in the paper (`sharegpt_served`): many short, few very long
 
-Waste is what `experiments.paper.fig02_memory_waste` shows: shares of the pool over time, with more
-requests than the system can serve. Tails are those of the time to first token at a rate that the
-system sustains, run to its end. Reservations of equal lengths fit each other like tiles, or just
-not: then a pool looks better or worse than it is. And where all requests take equally long, none
-holds up many others.
+Waste is that of `experiments.paper.fig02_memory_waste`, with more requests than the system can
+serve. Tails are those of the time to first token at a rate that it sustains. Reservations of equal
+lengths fit each other like tiles, or just not: a pool looks better or worse than it is. And where
+all requests take equally long, none holds up many others.
 
 Expect a minute with --quick, and 5 minutes without on two CPU cores. --out_dir gets results.json,
 results.csv and length_shapes.png.
@@ -32,7 +31,7 @@ from experiments.lib import figures
 from experiments.lib.claims import Claim, Results, Rows, chosen
 from experiments.lib.experiment import grid, run
 from experiments.lib.options import option
-from experiments.lib.reporting import print_table, write_results
+from experiments.lib.reporting import report
 from experiments.paper.setups import OPT_13B, SYSTEMS, chosen_systems
 from experiments.paper.simulations import Load, SystemOptions, parse_rate
 from experiments.paper.waste import CATEGORIES, plot_shares, waste_of
@@ -42,8 +41,7 @@ from experiments.paper.waste import CATEGORIES, plot_shares, waste_of
 class Config(SystemOptions):
     rates: tuple[str, ...] = option(
         ("orca_max:0.6", "orca_pow2:0.8", "orca_oracle:1.0", "paged:1.8"),
-        "Tails are measured at these rates, as system:requests/s; by default at about 80 % of what "
-        "each system sustains with log-normal lengths.",
+        "Rates of the tails (system:requests/s). By default about 80 % of the sustained ones.",
     )
     duration_s: float = option(3600.0, "Requests arrive for so long (s).", quick=600.0, least=1)
 
@@ -89,9 +87,8 @@ def rates_of(texts: tuple[str, ...], systems: list[str]) -> dict[str, float]:
     rates = dict(parse_rate("rates", "system:rate, as in paged:1.8", text) for text in texts)
     for name, rate in rates.items():
         if not 0 < rate < OVERLOAD:
-            raise ValueError(
-                f"--rates must lie above 0 and below {OVERLOAD:g}, got '{name}:{rate:g}'"
-            )
+            given = f"'{name}:{rate:g}'"
+            raise ValueError(f"--rates must lie above 0 and below {OVERLOAD:g}, got {given}")
     if missing := [name for name in systems if name not in rates]:
         raise ValueError(f"--rates has no rate for {', '.join(missing)}")
     return rates
@@ -113,20 +110,14 @@ def compare(rows: Rows) -> list[str]:
 
 def plot(rows: Rows, out_dir: str) -> None:
     """Shares on the left, tails on the right."""
-    systems = {row["system"]: f"{row['rate']:g} requests/s" for row in rows}
+    rates = {row["system"]: row["rate"] for row in rows}
     figure, [[left, right]] = figures.panels(1, 2, size=(6.5, 4.5))
-    plot_shares(
-        left,
-        {
-            SYSTEMS[system].label: {
-                row["shape"]: [row[name] for name in CATEGORIES]
-                for row in chosen(rows, system=system)
-            }
-            for system in systems
-        },
-    )
+    shares: dict[str, dict[str, list[float]]] = {SYSTEMS[name].label: {} for name in rates}
+    for row in rows:
+        shares[SYSTEMS[row["system"]].label][row["shape"]] = [row[name] for name in CATEGORIES]
+    plot_shares(left, shares)
     left.set_ylabel("KV slots under overload (%)")
-    labels = [f"{SYSTEMS[system].label}\n{rate}" for system, rate in systems.items()]
+    labels = [f"{SYSTEMS[name].label}\n{rate:g} requests/s" for name, rate in rates.items()]
     tails = {shape: [row["ttft_p99_s"] for row in chosen(rows, shape=shape)] for shape in SHAPES}
     figures.bars(right, labels, tails)
     right.set_yscale("log")
@@ -144,13 +135,9 @@ def main(config: Config) -> None:
         for shape, lengths in SHAPES.items()
     ]
     rows = grid(measure, points, config, unit="case", processes=config.processes)
-    print_table(
-        "The same mean lengths: KV slots under overload (%), times to first token",
-        list(COLUMNS.values()),
-        [[row[name] for name in COLUMNS] for row in rows],
-    )
     comparison = compare(rows)
-    write_results(rows, config, comparison=comparison)
+    title = "The same mean lengths: KV slots under overload (%), times to first token"
+    report(title, rows, config, columns=COLUMNS, comparison=comparison)
     plot(rows, config.out_dir)
     print(*comparison, sep="\n")
 

@@ -8,16 +8,16 @@ The engine's loop runs without a device: an executor answers with a constant tok
 prompts and outputs of random lengths; as they end, new ones are admitted. Each observer is timed by
 itself, in all of its calls. Metrics are always on; the others are on if asked for.
 
-Expect a table in half a minute: microseconds of CPU time per iteration. --out_dir gets
-results.json, results.csv and observer_cost.png.
+Expect half a minute. --out_dir gets results.json, results.csv and observer_cost.png.
 """
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from operator import itemgetter
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 from tqdm import tqdm
@@ -43,16 +43,6 @@ class Config(Options):
 
 
 BLOCK_SIZE = 16
-
-
-class Case(NamedTuple):
-    """The CPU time of an observer, or of the loop without observers, in µs per iteration."""
-
-    num_seqs: int
-    of: str
-    median_us: float
-    mean_us: float
-    p99_us: float
 
 
 class NoText:
@@ -81,18 +71,15 @@ class Timed(Observer):
         return timed
 
 
-def measure(num_seqs: int, config: Config) -> list[Case]:
-    """A row for the whole loop, and one for each observer."""
-    lengths: dict[str, Any] = {
-        "mean_prompt": config.prompt_tokens,
-        "mean_output": config.output_tokens,
-    }
-    core, _ = make_loop(num_seqs, block_size=BLOCK_SIZE, **lengths)
+def measure(num_seqs: int, config: Config) -> list[dict[str, Any]]:
+    """A row for the loop without observers, and one for each observer: CPU µs per iteration."""
+    lengths = config.prompt_tokens, config.output_tokens
+    core, _ = make_loop(num_seqs, *lengths, block_size=BLOCK_SIZE)
     scheduler = core.scheduler
     core.executor = ConstantDevice(scheduler.memory)
     tokenizer: Any = NoText()
     delivery = Delivery(core, tokenizer)
-    arriving = endless_requests(config.seed, **lengths)
+    arriving = endless_requests(config.seed, *lengths)
 
     def turn() -> None:
         while scheduler.num_running + scheduler.num_waiting < num_seqs:
@@ -120,33 +107,24 @@ def measure(num_seqs: int, config: Config) -> list[Case]:
                 taken -= seconds[name][-1]
             seconds["the loop"].append(taken)
     return [
-        Case(
-            num_seqs,
-            name,
-            median_us=1e6 * float(np.median(values)),
-            mean_us=1e6 * float(np.mean(values)),
-            p99_us=1e6 * float(np.quantile(values, 0.99)),
-        )
+        {
+            "num_seqs": num_seqs,
+            "of": name,
+            "median_us": 1e6 * float(np.median(values)),
+            "mean_us": 1e6 * float(np.mean(values)),
+            "p99_us": 1e6 * float(np.quantile(values, 0.99)),
+        }
         for name, values in seconds.items()
     ]
 
 
-def plot(cases: Sequence[Case], out_dir: str) -> None:
-    """Microseconds against running sequences."""
-    figure, [[axes]] = figures.panels(size=(6, 4))
-    for name in dict.fromkeys(case.of for case in cases):
-        line = [(case.num_seqs, case.mean_us) for case in cases if case.of == name]
-        figures.lines(axes, {name: line})
-    axes.set(xlabel="running sequences", ylabel="mean CPU µs per iteration", ylim=(0, None))
-    axes.legend()
-    figures.save(figure, out_dir, "observer_cost.png")
-
-
 def main(config: Config) -> None:
-    rows = grid(partial(measure, config=config), config.num_seqs, config, unit="case")
-    cases = [case for row in rows for case in row]
-    report("CPU time per iteration", cases, config)
-    plot(cases, config.out_dir)
+    by_size = grid(partial(measure, config=config), config.num_seqs, config, unit="case")
+    rows = [row for rows in by_size for row in rows]
+    report("CPU time per iteration", rows, config)
+    labels = "running sequences", "mean CPU µs per iteration"
+    with figures.panel(config.out_dir, "observer_cost.png", *labels, ylim=(0, None)) as axes:
+        figures.lines(axes, figures.series(rows, "num_seqs", "mean_us", itemgetter("of")))
 
 
 if __name__ == "__main__":

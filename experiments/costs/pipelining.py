@@ -4,8 +4,7 @@
     python -m experiments.costs.pipelining --num_seqs=64,256 --device_ms=1,5,20 --model=
     python -m experiments.costs.pipelining --quick
 
-Two kinds of devices, each served one by one and pipelined, in turn, round by round, so that a noisy
-machine slows both:
+Two kinds of devices serve one by one and pipelined, in turn, so that a noisy machine slows both:
 
 - A simulated one that sleeps for a given time per iteration, as a GPU leaves the host alone. The
   scheduler, the memory manager and the device's arrays are real; text is not in it. It shows what a
@@ -13,16 +12,16 @@ machine slows both:
 - The model on JAX's default device, in a whole engine. On a CPU the "device" computes on the same
   cores that plan the next iteration, so that there is little to gain.
 
-Expect a table in about five minutes on two CPU cores: output tokens/s of both, the median ratio of
-the rounds with its quartiles, and how many iterations were planned ahead. --out_dir gets
-results.json, results.csv and pipelining.png.
+Expect about five minutes on two CPU cores. --out_dir gets results.json, results.csv and
+pipelining.png.
 """
 
 import time
-from collections.abc import Callable, Sequence
+from collections import defaultdict
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache, partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -39,16 +38,12 @@ from paged_jax.observability.observer import IterationStats
 
 @dataclass(frozen=True, kw_only=True)
 class Config(Options):
-    num_seqs: tuple[int, ...] = option(
-        (16, 64, 256), "So many sequences run on a simulated device.", quick=(64,), least=1
-    )
+    num_seqs: tuple[int, ...] = option((16, 64, 256), "Simulated sequences.", quick=(64,), least=1)
     device_ms: tuple[int, ...] = option(
         (1, 4, 16), "A simulated device takes so long per iteration (ms).", quick=(4,), least=1
     )
     model: str = option("smollm2", "The model's name or path. With an empty one none is run.")
-    model_seqs: tuple[int, ...] = option(
-        (1, 8), "So many sequences run on the model.", quick=(2,), least=1
-    )
+    model_seqs: tuple[int, ...] = option((1, 8), "The model's sequences.", quick=(2,), least=1)
     prompt_tokens: int = option(128, "Prompts have this mean length.", least=2)
     output_tokens: int = option(128, "Outputs have this mean length.", least=2)
     iterations: int = option(150, "A simulated round has so many.", quick=50, least=1)
@@ -63,31 +58,16 @@ class Point(NamedTuple):
     device_ms: int | None  # None: the model on JAX's device
 
 
-class Case(NamedTuple):
-    """One row of the table; rates are medians of the rounds."""
-
-    device: str
-    num_seqs: int
-    device_ms: float  # per iteration, one by one
-    host_ms: float  # per iteration, one by one: the device waits for so long
-    one_by_one: float  # output tokens/s
-    pipelined: float
-    speedup: float  # median over the rounds
-    low: float  # quartiles of the same
-    high: float
-    ahead: float  # percent of the pipelined iterations that were planned ahead
-
-
 # (output tokens/s, the statistics of the iterations) of a round
 Round = Callable[[], tuple[float, list[IterationStats]]]
 
 
-def measure(point: Point, config: Config) -> Case:
+def measure(point: Point, config: Config) -> dict[str, Any]:
     """Run both kinds of loop in turn."""
     make = model_round if point.device_ms is None else simulated_round
     one_by_one, pipelined = (make(point, config, is_pipelined=each) for each in (False, True))
-    rates: dict[Round, list[float]] = {one_by_one: [], pipelined: []}
-    stats: dict[Round, list[IterationStats]] = {one_by_one: [], pipelined: []}
+    rates: dict[Round, list[float]] = defaultdict(list)
+    stats: dict[Round, list[IterationStats]] = defaultdict(list)
     for _, play in in_turn(one_by_one, pipelined, config.rounds):
         rate, iterations = play()
         rates[play].append(rate)
@@ -95,50 +75,48 @@ def measure(point: Point, config: Config) -> Case:
     low, median, high = ratio_spread(rates[pipelined], rates[one_by_one])
     device_s = float(np.mean([each.device_s for each in stats[one_by_one]]))
     wall_s = float(np.mean([each.wall_s for each in stats[one_by_one]]))
-    return Case(
-        environment()["device_kind"] if point.device_ms is None else "simulated",
-        point.num_seqs,
-        device_ms=1e3 * device_s,
-        host_ms=1e3 * (wall_s - device_s),
-        one_by_one=float(np.median(rates[one_by_one])),
-        pipelined=float(np.median(rates[pipelined])),
-        speedup=median,
-        low=low,
-        high=high,
-        ahead=100 * float(np.mean([each.is_ahead for each in stats[pipelined]])),
-    )
+    return {
+        "device": environment()["device_kind"] if point.device_ms is None else "simulated",
+        "num_seqs": point.num_seqs,
+        "device_ms": 1e3 * device_s,  # per iteration, one by one
+        "host_ms": 1e3 * (wall_s - device_s),  # the same: the device waits for so long
+        "one_by_one": float(np.median(rates[one_by_one])),  # output tokens/s
+        "pipelined": float(np.median(rates[pipelined])),
+        "speedup": median,  # over the rounds
+        "low": low,  # quartiles of the same
+        "high": high,
+        # Percent of the pipelined iterations that were planned ahead.
+        "ahead": 100 * float(np.mean([each.is_ahead for each in stats[pipelined]])),
+    }
 
 
 def simulated_round(point: Point, config: Config, *, is_pipelined: bool) -> Round:
     """Rounds of a loop in which ``num_seqs`` sequences run all the time."""
     assert point.device_ms is not None
-    lengths = {"mean_prompt": config.prompt_tokens, "mean_output": config.output_tokens}
+    lengths = config.prompt_tokens, config.output_tokens
     core, _ = make_loop(
         point.num_seqs,
+        *lengths,
         block_size=BLOCK_SIZE,
         device_s=point.device_ms / 1e3,
         is_pipelined=is_pipelined,
-        **lengths,
     )
     stats: list[IterationStats] = []
     core.on_iteration = stats.append
-    requests = endless_requests(config.seed, **lengths)
+    requests = endless_requests(config.seed, *lengths)
 
-    def step() -> None:
-        while core.scheduler.num_waiting < point.num_seqs:  # so that the queue is never empty
-            core.scheduler.add(next(requests))
-        core.report(core.step())
-
-    def steps() -> None:
-        for _ in range(config.iterations):
-            step()
+    def steps(count: int) -> None:
+        for _ in range(count):
+            while core.scheduler.num_waiting < point.num_seqs:  # so that the queue is never empty
+                core.scheduler.add(next(requests))
+            core.report(core.step())
 
     while core.scheduler.num_running < point.num_seqs:
-        step()
+        steps(1)
 
     def play() -> tuple[float, list[IterationStats]]:
-        step()  # the batch that was in flight while the other loop ran has cost nothing
-        return timed(steps, stats)
+        steps(1)  # the batch that was in flight while the other loop ran has cost nothing
+        return timed(partial(steps, config.iterations), stats)
 
     return play
 
@@ -187,28 +165,26 @@ def timed(
     return sum(each.num_sampled for each in stats) / elapsed, list(stats)
 
 
-def plot(cases: Sequence[Case], out_dir: str) -> None:
+def plot(rows: list[dict[str, Any]], out_dir: str) -> None:
     """The gain of each case, with its quartiles."""
-    figure, [[axes]] = figures.panels(size=(7, 1.5 + 0.35 * len(cases)))
-    at = np.arange(len(cases))[::-1]
-    speedups = np.array([[case.low, case.speedup, case.high] for case in cases])
-    errors = np.abs(speedups[:, [0, 2]] - speedups[:, [1]]).T
-    axes.barh(at, speedups[:, 1], xerr=errors, ecolor="black", capsize=2)
-    axes.axvline(1, color="black", linewidth=0.8)
-    axes.set_yticks(
-        at, [f"{c.device}, {c.device_ms:.3g} ms, {c.num_seqs} sequences" for c in cases]
-    )
-    axes.set(xlabel="output tokens/s, pipelined / one by one")
-    figures.save(figure, out_dir, "pipelining.png")
+    at = np.arange(len(rows))[::-1]
+    low, speedup, high = np.array([[row["low"], row["speedup"], row["high"]] for row in rows]).T
+    label = "{device}, {device_ms:.3g} ms, {num_seqs} sequences"
+    xlabel, size = "output tokens/s, pipelined / one by one", (7, 1.5 + 0.35 * len(rows))
+    with figures.panel(out_dir, "pipelining.png", xlabel, size=size) as axes:
+        errors = speedup - low, high - speedup
+        axes.barh(at, speedup, xerr=errors, ecolor="black", capsize=2)
+        axes.axvline(1, color="black", linewidth=0.8)
+        axes.set_yticks(at, [label.format_map(row) for row in rows])
 
 
 def main(config: Config) -> None:
     points = [Point(n, ms) for ms in config.device_ms for n in config.num_seqs]
     points += [Point(n, None) for n in config.model_seqs if config.model]
     measured = partial(measure, config=config)
-    cases = grid(measured, points, config, unit="case", description="pipelining")
-    report("One by one and pipelined", cases, config)
-    plot(cases, config.out_dir)
+    rows = grid(measured, points, config, unit="case", description="pipelining")
+    report("One by one and pipelined", rows, config)
+    plot(rows, config.out_dir)
     print("Simulated devices sleep: what a GPU of that speed would gain, not a measurement of one.")
 
 

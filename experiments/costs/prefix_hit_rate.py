@@ -9,17 +9,16 @@ size: 15 shared tokens are three blocks of 4 and none of 16. The first table sho
 the second, the memory manager sees the trace's prompts in the order of their arrival, each computed
 before the next comes. Outputs are not kept, as the trace does not tell their tokens.
 
-The trace tells only whether prompts share whole blocks of 512 tokens. So smaller blocks can hardly
-find more here than blocks of 512, whatever the prompts themselves would allow. The table shows what
-larger blocks lose, and what a pool loses that is too small to keep the blocks that later prompts
-ask for. (In such a pool blocks of 512 find a little more: they do not keep the end of a prompt that
-fills less than a block, which no later prompt asks for.)
+The trace tells only whether prompts share whole blocks of 512 tokens, so smaller blocks can hardly
+find more here. The table shows what larger blocks lose, and what a pool loses that is too small to
+keep the blocks that later prompts ask for. (In such a pool blocks of 512 find a little more: they
+do not keep the end of a prompt that fills less than a block, which no later prompt asks for.)
 
 Expect a minute with --quick (the first 1,000 requests) and ten without on a CPU, with up to 4 GB
 of memory. --out_dir gets results.json, results.csv and prefix_hit_rate.png.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
 from math import gcd
@@ -38,34 +37,16 @@ from paged_jax.workloads.mooncake import HASH_BLOCK_TOKENS
 @dataclass(frozen=True, kw_only=True)
 class Config(Options):
     trace: str = option(None, "The path of a Mooncake trace (JSONL).")
-    num_requests: int = option(
-        0, "So many of the trace's first requests are replayed; 0: all.", quick=1000, least=0
-    )
-    block_size: tuple[int, ...] = option(
-        (16, 128, 512, 1024, 2048, 4096), "Block sizes, in tokens.", least=1
-    )
+    num_requests: int = option(0, "The trace's first requests; 0: all.", quick=1000, least=0)
+    block_size: tuple[int, ...] = option((16, 128, 512, 1024, 2048, 4096), "Block sizes.", least=1)
     pool_tokens: tuple[int, ...] = option(
-        (0, 10_000_000, 1_000_000),
-        "The pool has so many slots; 0: as many as can be used.",
-        least=0,
+        (0, 10_000_000, 1_000_000), "Slots of the pool; 0: as many as can be used.", least=0
     )
 
 
 TEXTBOOK_SHARED_TOKENS = 15
 TEXTBOOK_PROMPT_TOKENS = 32
 TEXTBOOK_BLOCK_SIZES = (1, 2, 4, 8, 16)
-
-
-class Case(NamedTuple):
-    """One row of the table."""
-
-    block_size: int
-    pool_tokens: int
-    hit_tokens: int
-    hit_percent: float  # of all prompt tokens
-    requests_percent: float  # requests that found anything, of all
-    evictions: int
-    too_long: int  # requests that the pool can never hold
 
 
 class Prompt(NamedTuple):
@@ -80,8 +61,7 @@ class Prompt(NamedTuple):
         return cls(token_ids, len(token_ids))
 
 
-@dataclass(frozen=True, slots=True)
-class Replay:
+class Replay(NamedTuple):
     """The tokens that each prompt found in the cache, and the cache's counts."""
 
     hit_tokens: list[int]
@@ -89,13 +69,7 @@ class Replay:
     too_long: int  # prompts that the pool can never hold
 
 
-def replay(
-    prompts: Iterable[Prompt],
-    num_blocks: int,
-    block_size: int,
-    *,
-    unit: int = 1,
-) -> Replay:
+def replay(prompts: Iterable[Prompt], num_blocks: int, block_size: int, *, unit: int = 1) -> Replay:
     """Admit, compute and end each prompt before the next.
 
     So a prompt finds the blocks of earlier prompts that were not evicted; outputs are not kept. A
@@ -127,26 +101,21 @@ def replay_trace(rows: Sequence[MooncakeRow], block_size: int, pool_tokens: int 
     """Replay a trace's prompts in a pool of so many slots; None: as many as can be used.
 
     Blocks begin, and prompts part, at multiples of `unit` tokens only. So the manager is given one
-    number for each `unit` tokens, and its blocks have so many times fewer slots: it finds the same
-    with less time and memory.
+    number for each `unit` tokens, equal where the trace says that tokens are, and its blocks have
+    so many times fewer slots: it finds the same with less time and memory.
     """
     unit = gcd(block_size, HASH_BLOCK_TOKENS)
     num_blocks = sum(-(-row.num_prompt_tokens // block_size) for row in rows)
     if pool_tokens is not None:
         num_blocks = min(num_blocks, pool_tokens // block_size)
-    return replay(prompts_of(rows, unit), num_blocks, block_size, unit=unit)
-
-
-def prompts_of(rows: Iterable[MooncakeRow], unit: int) -> Iterator[Prompt]:
-    """Prompts with one number for each `unit` tokens, which `HASH_BLOCK_TOKENS` is a multiple of.
-
-    Numbers are equal where the trace says that tokens are.
-    """
     per_hash = HASH_BLOCK_TOKENS // unit
-    for row in rows:
+
+    def prompt_of(row: MooncakeRow) -> Prompt:
         numbers = [hash_id * per_hash + i for hash_id in row.hash_ids for i in range(per_hash)]
         num_tokens = row.num_prompt_tokens
-        yield Prompt(numbers[: -(-num_tokens // unit)], num_tokens // unit)
+        return Prompt(numbers[: -(-num_tokens // unit)], num_tokens // unit)
+
+    return replay(map(prompt_of, rows), num_blocks, block_size, unit=unit)
 
 
 @cache
@@ -155,41 +124,33 @@ def read(config: Config) -> list[MooncakeRow]:
     return read_mooncake(config.trace)[: config.num_requests or None]
 
 
-def measure(point: tuple[int, int], config: Config) -> Case:
+def measure(point: tuple[int, int], config: Config) -> dict[str, int | float]:
     """Replay the trace with a (pool, block size)."""
     pool_tokens, block_size = point
     rows = read(config)
     run = replay_trace(rows, block_size, pool_tokens or None)
     hit_tokens = sum(run.hit_tokens)
-    return Case(
-        block_size,
-        pool_tokens,
-        hit_tokens,
-        hit_percent=100 * hit_tokens / sum(row.num_prompt_tokens for row in rows),
-        requests_percent=100 * sum(map(bool, run.hit_tokens)) / len(rows),
-        evictions=run.evictions,
-        too_long=run.too_long,
-    )
+    return {
+        "block_size": block_size,
+        "pool_tokens": pool_tokens,
+        "hit_tokens": hit_tokens,
+        "hit_percent": 100 * hit_tokens / sum(row.num_prompt_tokens for row in rows),
+        # Requests that found anything, of all.
+        "requests_percent": 100 * sum(map(bool, run.hit_tokens)) / len(rows),
+        "evictions": run.evictions,
+        "too_long": run.too_long,
+    }
 
 
-def plot(cases: Sequence[Case], out_dir: str) -> None:
-    """Hit rate against block size, a line for each pool."""
-    figure, [[axes]] = figures.panels(size=(6, 4))
-    for pool in dict.fromkeys(case.pool_tokens for case in cases):
-        line = [(case.block_size, case.hit_percent) for case in cases if case.pool_tokens == pool]
-        figures.lines(axes, {f"{pool:,} slots" if pool else "unlimited": line})
-    figures.powers_of_two(axes, (case.block_size for case in cases))
-    axes.set(xlabel="block size (tokens)", ylabel="prompt tokens found in the cache (%)")
-    axes.set_ylim(bottom=0)
-    axes.legend()
-    figures.save(figure, out_dir, "prefix_hit_rate.png")
+def pool_label(row: dict[str, int]) -> str:
+    return f"{row['pool_tokens']:,} slots" if row["pool_tokens"] else "unlimited"
 
 
 def main(config: Config) -> None:
     if config.trace is None:
         raise ValueError("--trace: the path of a Mooncake trace (JSONL) is needed")
-    rows = read(config)
-    prompt_tokens = sum(row.num_prompt_tokens for row in rows)
+    requests = read(config)
+    prompt_tokens = sum(request.num_prompt_tokens for request in requests)
     textbook = [
         {"block_size": size, "shared_tokens": TEXTBOOK_SHARED_TOKENS, "hits": textbook_hits(size)}
         for size in TEXTBOOK_BLOCK_SIZES
@@ -200,16 +161,14 @@ def main(config: Config) -> None:
         [(row["block_size"], row["hits"], row["hits"] // row["block_size"]) for row in textbook],
     )
     points = [(pool, size) for pool in config.pool_tokens for size in config.block_size]
-    cases = grid(partial(measure, config=config), points, config, unit="replay")
-    report(
-        f"Prefix cache on {len(rows):,} requests with {prompt_tokens:,} prompt tokens",
-        cases,
-        config,
-        textbook=textbook,
-        requests=len(rows),
-        prompt_tokens=prompt_tokens,
-    )
-    plot(cases, config.out_dir)
+    rows = grid(partial(measure, config=config), points, config, unit="replay")
+    title = f"Prefix cache on {len(requests):,} requests with {prompt_tokens:,} prompt tokens"
+    facts: dict[str, Any] = {"requests": len(requests), "prompt_tokens": prompt_tokens}
+    report(title, rows, config, textbook=textbook, **facts)
+    labels = "block size (tokens)", "prompt tokens found in the cache (%)"
+    with figures.panel(config.out_dir, "prefix_hit_rate.png", *labels, ylim=(0, None)) as axes:
+        figures.lines(axes, figures.series(rows, "block_size", "hit_percent", pool_label))
+        figures.powers_of_two(axes, config.block_size)
 
 
 def claims(results: Results) -> Iterator[Claim]:

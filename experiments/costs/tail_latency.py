@@ -16,16 +16,15 @@ serve the same arrivals, on the same model and with the same memory:
 A whole prompt holds up the next token of all requests: watch the p99 of the gaps between tokens,
 and the longest gap where fewer than one in a hundred meets a long prompt, as at low rates. Chunks
 bound both, and make long prompts wait longer for their first token. Beyond the rate that the
-machine can serve, queues grow without end and all requests are late, unless some are refused at
-once: watch the goodput, the requests a second whose first token and whose gaps keep the objective.
+machine can serve all requests are late, unless some are refused at once: watch the goodput, the
+requests a second whose first token and whose gaps keep the objective.
 
 Rates are multiples (--loads) of the rate at which the chunked system serves requests that are all
-there at the start, unless --rates gives them. Where no objective is given it comes from the same
-run: a gap may take three iterations with a full chunk, the first token three times a long prompt's
-prefill.
+there at the start. An objective that is not given comes from the same run: a gap may take three
+iterations with a full chunk, the first token three times a long prompt's prefill.
 
-Expect about ten minutes with --quick and three quarters of an hour without, on two CPU cores;
---out_dir gets results.json, results.csv and tail_latency.png.
+Expect ten minutes with --quick and three quarters of an hour without, on two CPU cores. --out_dir
+gets results.json, results.csv and tail_latency.png.
 """
 
 from collections.abc import Iterator, Sequence
@@ -42,8 +41,8 @@ from experiments.lib.claims import Claim, Results, Rule, claim
 from experiments.lib.driver import ServedRequest, ServedRun, require_fitting, serve
 from experiments.lib.experiment import grid, run
 from experiments.lib.options import Options, engine_option, option
-from experiments.lib.reporting import print_rows, print_table, write_results
-from experiments.lib.serving_figures import outcome
+from experiments.lib.reporting import print_rows, print_table, spread, write_results
+from experiments.lib.serving_figures import batch_size, outcome
 from paged_jax import Engine, SamplingParams
 from paged_jax.loading import LoadedModel, load_config, load_model
 from paged_jax.workloads import WorkloadRequest, arrive_at_once, arrive_poisson
@@ -56,18 +55,12 @@ SYSTEMS: dict[str, dict[str, Any]] = {
     "chunked": {},
     "admission": {},  # its limits follow from the objective
 }
-COLUMNS = (
-    *("system", "rate", "requests", "refused", "ttft p50", "ttft p99", "gap p50", "gap p99"),
-    *("gap max", "tokens/s", "goodput", "batch", "prefill"),
-)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Config(Options):
     loads: tuple[float, ...] = option(
-        (0.4, 0.8, 1.6),
-        "Request rates, as multiples of the chunked system's when all requests are there at once.",
-        quick=(0.5, 1.5),
+        (0.4, 0.8, 1.6), "Request rates, over the chunked system's capacity.", quick=(0.5, 1.5)
     )
     rates: tuple[float, ...] | None = option(None, "Request rates (1/s), instead of --loads.")
     num_requests: int = option(48, "A run has so many requests.", quick=18, least=2)
@@ -76,12 +69,8 @@ class Config(Options):
     long_output: int = option(8, "A long prompt's output has so many tokens.", least=1)
     short_prompt: int = option(32, "The other prompts have so many tokens, in the mean.", least=2)
     short_output: int = option(48, "Their outputs have so many tokens, in the mean.", least=2)
-    gap_s: float | None = option(
-        None, "The objective for the time between two tokens of a request (s).", least=0
-    )
-    ttft_s: float | None = option(
-        None, "The objective for the time from a request's arrival to its first token (s).", least=0
-    )
+    gap_s: float | None = option(None, "The objective for the time between tokens (s).", least=0)
+    ttft_s: float | None = option(None, "The objective for the time to first token (s).", least=0)
     model: str = option("smollm2", "The model's name or path.")
     block_size: int = engine_option("block_size")
     num_blocks: int | None = option(
@@ -134,7 +123,7 @@ class Objective(NamedTuple):
             return False
         times = served.output.metrics.token_times_s[0]
         in_time = times[0] - served.output.metrics.arrival_s <= self.ttft_s
-        return in_time and max(_gaps(times), default=0.0) <= self.gap_s
+        return in_time and max(gaps_of(times), default=0.0) <= self.gap_s
 
 
 class Case(NamedTuple):
@@ -156,40 +145,34 @@ class Case(NamedTuple):
 
 
 def case_of(system: str, rate: float, run: ServedRun, objective: Objective) -> Case:
-    ttft: list[float] = []
+    firsts: list[float] = []
     gaps: list[float] = []
-    num_tokens = 0
-    for served in run.served:
-        if served.output is None:
-            continue
-        for times in filter(None, served.output.metrics.token_times_s):
-            ttft.append(times[0] - served.output.metrics.arrival_s)
-            gaps += _gaps(times)
-            num_tokens += len(times)
+    outputs = [served.output for served in run.served if served.output is not None]
+    for output in outputs:
+        for times in filter(None, output.metrics.token_times_s):
+            firsts.append(times[0] - output.metrics.arrival_s)
+            gaps += gaps_of(times)
+    ttft, gap = spread(firsts), spread(gaps, (50, 99, 100))
     beside = [step.num_prefill_tokens for step in run.steps if step.num_decodes]
     return Case(
         system,
         rate,
         requests=len(run.served),
-        refused=sum(served.output is None for served in run.served),
-        ttft_p50_s=_percentile(ttft, 50),
-        ttft_p99_s=_percentile(ttft, 99),
-        gap_p50_s=_percentile(gaps, 50),
-        gap_p99_s=_percentile(gaps, 99),
-        gap_max_s=_percentile(gaps, 100),
-        tokens_per_s=num_tokens / run.wall_s,
+        refused=len(run.served) - len(outputs),
+        ttft_p50_s=ttft["p50"],
+        ttft_p99_s=ttft["p99"],
+        gap_p50_s=gap["p50"],
+        gap_p99_s=gap["p99"],
+        gap_max_s=gap["p100"],
+        tokens_per_s=(len(firsts) + len(gaps)) / run.wall_s,
         goodput=sum(map(objective.is_met, run.served)) / run.wall_s,
-        batch_size=float(np.mean([s.num_decodes + s.num_prefill_seqs for s in run.steps])),
+        batch_size=float(np.mean(list(map(batch_size, run.steps)))),
         largest_prefill=max(beside, default=0),
     )
 
 
-def _gaps(times: Sequence[float]) -> list[float]:
+def gaps_of(times: Sequence[float]) -> list[float]:
     return [after - before for before, after in pairwise(times)]
-
-
-def _percentile(values: Sequence[float], percent: float) -> float | None:
-    return float(np.percentile(values, percent)) if values else None
 
 
 @cache
@@ -229,40 +212,30 @@ def warm_engine(config: Config, **options: Any) -> Iterator[Engine]:
 
 
 def measure_capacity(system: str, config: Config) -> tuple[float, Objective]:
-    """(requests/s when all are there at the start, the objective)."""
+    """(requests/s when all are there at the start, the objective that is given or follows)."""
     requests = load(config)[1]
     with warm_engine(config, **SYSTEMS[system]) as engine:
         run = serve(engine, arrive_at_once(requests), SamplingParams(temperature=0))
-        return len(requests) / run.wall_s, objective_of(engine, config)
-
-
-def objective_of(engine: Engine, config: Config) -> Objective:
-    """The objective that is given, or follows from what the engine has measured of its steps."""
-    estimates = engine.core.scheduler.estimates
+        estimates = engine.core.scheduler.estimates  # of the steps that the engine has measured
     full_chunk_s = estimates.prefill_s(config.max_num_batched_tokens)
     assert full_chunk_s is not None
     iteration_s = full_chunk_s + (estimates.decode_s or 0.0)
     num_chunks = -(-config.long_prompt // config.max_num_batched_tokens)
-    return Objective(
-        ttft_s=config.ttft_s or 3 * num_chunks * iteration_s,
-        gap_s=config.gap_s or 3 * iteration_s,
-    )
+    ttft_s = config.ttft_s or 3 * num_chunks * iteration_s
+    return len(requests) / run.wall_s, Objective(ttft_s, config.gap_s or 3 * iteration_s)
 
 
 def measure(
-    system: tuple[str, dict[str, Any]],
-    config: Config,
-    rates: Sequence[float],
-    objective: Objective,
+    point: tuple[str, dict[str, Any]], config: Config, rates: list[float], objective: Objective
 ) -> list[Case]:
-    """Serve the same requests at each rate, by one engine."""
-    name, options = system
+    """Serve the same requests at each rate, by one engine: (system, its options)."""
+    system, options = point
     cases = []
     with warm_engine(config, **options) as engine:
         for rate in rates:
             requests = arrive_poisson(load(config)[1], rate=rate, seed=config.seed)
             run = serve(engine, requests, SamplingParams(temperature=0))
-            cases.append(case_of(name, rate, run, objective))
+            cases.append(case_of(system, rate, run, objective))
     return cases
 
 
@@ -275,11 +248,11 @@ def plot(cases: Sequence[Case], objective: Objective, out_dir: str) -> None:
         (axes[1, 0], "goodput (requests/s)", ("goodput",), None),
         (axes[1, 1], "output tokens/s", ("tokens_per_s",), None),
     ):
-        for number, system in enumerate(SYSTEMS):
-            for name, style in zip(names, ("o-", "o:"), strict=False):
-                line = [(c.rate, getattr(c, name)) for c in cases if c.system == system]
-                named = f"{system}, p99" if style == "o-" else "_"  # a name that legends leave out
-                figures.lines(panel, {named: line}, style, color=f"C{number}")
+        for name, style in zip(names, ("o-", "o:"), strict=False):
+            named = "{system}, p99" if style == "o-" else "_{system}"  # which legends leave out
+            by_system = figures.series(cases, "rate", name, named.format_map)
+            for number, line in enumerate(by_system.items()):
+                figures.lines(panel, dict([line]), style, color=f"C{number}")
         if limit is not None:
             panel.axhline(limit, color="0.6", linewidth=1, label="objective")
             panel.set_yscale("log")
@@ -322,12 +295,13 @@ def main(config: Config) -> None:
 
     requests = load(config)[1]
     ratios = tail_ratios(cases)
-    print_table(
-        f"{model.name}: {len(requests)} requests, {config.num_long(requests)} of them with "
-        f"{config.long_prompt} tokens of prompt",
-        COLUMNS,
-        cases,
-    )
+    num_long = config.num_long(requests)
+    headings = [
+        *("system", "rate", "requests", "refused", "ttft p50", "ttft p99", "gap p50", "gap p99"),
+        *("gap max", "tokens/s", "goodput", "batch", "prefill"),
+    ]
+    title = f"{model.name}: {len(requests)} requests, {num_long} of them with"
+    print_table(f"{title} {config.long_prompt} tokens of prompt", headings, cases)
     print_rows("p99 between two tokens: chunked over whole prompts", ratios)
     print(
         f"objective: first token within {objective.ttft_s:.3g} s, gaps within "
@@ -338,7 +312,7 @@ def main(config: Config) -> None:
         config,
         objective=objective._asdict(),
         capacity=capacity,
-        long_requests=config.num_long(requests),
+        long_requests=num_long,
         gap_p99_ratios=ratios,
     )
     plot(cases, objective, config.out_dir)

@@ -96,21 +96,22 @@ def contiguous(shape: Shape, scale: float, interpret: bool) -> Attention:
     return Attention(prepare, {"": attend})
 
 
+def two_products(scale: float, q: Array, k: Array, v: Array, context_lens: Array) -> Array:
+    """Decode attention of ``q [B, 1, Hq, D]`` over caches ``[B, Hk, L, D]``."""
+    B, _, Hq, D = q.shape
+    _, Hk, L, _ = k.shape
+    grouped = q.reshape(B, Hk, Hq // Hk, D)
+    used = jnp.arange(L) < context_lens[:, None]
+    # Keys first: XLA's CPU products are faster so.
+    scores = jnp.einsum("bhld,bhgd->bhlg", k, grouped, preferred_element_type=jnp.float32)
+    scores = jnp.where(used[:, None, None], scale * scores.swapaxes(2, 3), -jnp.inf)
+    weights = jax.nn.softmax(scores, axis=-1).astype(v.dtype)
+    return jnp.einsum("bhgl,bhld->bhgd", weights, v).reshape(q.shape)
+
+
 def xla_contiguous(shape: Shape, scale: float, interpret: bool) -> Attention:
     """Two plain products over caches ``[B, Hk, L, D]``."""
-
-    def attend(q: Array, k: Array, v: Array, context_lens: Array) -> Array:
-        B, _, Hq, D = q.shape
-        _, Hk, L, _ = k.shape
-        grouped = q.reshape(B, Hk, Hq // Hk, D)
-        used = jnp.arange(L) < context_lens[:, None]
-        # Keys first: XLA's CPU products are faster so.
-        scores = jnp.einsum("bhld,bhgd->bhlg", k, grouped, preferred_element_type=jnp.float32)
-        scores = jnp.where(used[:, None, None], scale * scores.swapaxes(2, 3), -jnp.inf)
-        weights = jax.nn.softmax(scores, axis=-1).astype(v.dtype)
-        return jnp.einsum("bhgl,bhld->bhgd", weights, v).reshape(q.shape)
-
-    return Attention(lambda inputs, seed: inputs, {"": attend})
+    return Attention(lambda inputs, seed: inputs, {"": partial(two_products, scale)})
 
 
 def jax_paged(shape: Shape, scale: float, interpret: bool) -> Attention:

@@ -157,10 +157,10 @@ MAX_BATCHED_TOKENS = 8192
 
 def make_loop(
     num_seqs: int,
-    *,
-    block_size: int,
     mean_prompt: int,
     mean_output: int,
+    *,
+    block_size: int,
     device_s: float = 0.0,
     is_pipelined: bool = False,
 ) -> tuple[EngineCore, SleepingDevice]:
@@ -187,7 +187,7 @@ def make_loop(
     return EngineCore(scheduler, device, is_pipelined=is_pipelined), device
 
 
-def endless_requests(seed: int, *, mean_prompt: int, mean_output: int) -> Iterator[Request]:
+def endless_requests(seed: int, mean_prompt: int, mean_output: int) -> Iterator[Request]:
     """Lengths are uniform; no two prompts begin alike, so that none finds another's blocks."""
     rng = np.random.default_rng(seed)
     number = 0

@@ -1,12 +1,16 @@
 """Figures as the experiments draw them: panels of lines and bars, with what the paper found."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import matplotlib.pyplot as plt
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+
+from experiments.lib.reporting import Row, as_case
 
 Points = Sequence[tuple[float, float | None]]
 
@@ -25,6 +29,38 @@ def panels(
     return plt.subplots(
         rows, columns, figsize=figsize, squeeze=False, layout="constrained", **options
     )
+
+
+@contextmanager
+def panel(
+    out_dir: str | Path,
+    name: str,
+    xlabel: str,
+    ylabel: str | None = None,
+    *,
+    size: tuple[float, float] = (6, 4),
+    **settings: Any,
+) -> Iterator[Axes]:
+    """The one panel of a figure, which is saved as `out_dir/name` with a legend of what it shows.
+
+    settings: of `Axes.set`, once the panel is drawn.
+    """
+    figure, [[axes]] = panels(size=size)
+    yield axes
+    axes.set(xlabel=xlabel, ylabel=ylabel, **settings)
+    if axes.get_legend_handles_labels()[0]:
+        axes.legend(fontsize=8)
+    save(figure, out_dir, name)
+
+
+def series(
+    rows: Iterable[Row], x: str, y: str, label: Callable[[dict[str, Any]], str]
+) -> dict[str, list[tuple[float, float | None]]]:
+    """For `lines`: the columns `x` and `y` of the rows, grouped by the label of each row."""
+    found = defaultdict(list)
+    for case in map(as_case, rows):
+        found[label(case)].append((case[x], case[y]))
+    return dict(found)
 
 
 def lines(axes: Axes, series: Mapping[str, Points], style: str = "o-", **options: Any) -> None:

@@ -68,7 +68,7 @@ def write_csv(out_dir: str | Path, name: str, rows: Sequence[Row]) -> Path:
     return path
 
 
-def as_case(row: Row) -> dict[str, object]:
+def as_case(row: Row) -> dict[str, Any]:
     """A row by the names of its columns."""
     return dict(row) if isinstance(row, Mapping) else dict(row._asdict())
 
@@ -182,18 +182,26 @@ def _is_numeric(rows: Sequence[Sequence[object]], index: int) -> bool:
 
 
 def report(
-    title: str, rows: Sequence[Row], configs: Any, *, columns: Sequence[str] = (), **facts: object
+    title: str,
+    rows: Sequence[Row],
+    configs: Any,
+    *,
+    columns: Sequence[str] | Mapping[str, str] = (),
+    **facts: object,
 ) -> None:
-    """Print a table of the rows, or of some of their columns, and `write_results`."""
+    """Print a table of the rows, as `print_rows`, and `write_results`."""
     print_rows(title, rows, columns)
     write_results(rows, configs, **facts)
 
 
-def print_rows(title: str, rows: Iterable[Row], columns: Sequence[str] = ()) -> None:
-    """Print a table of rows with the columns of the first, or with some of them."""
+def print_rows(
+    title: str, rows: Iterable[Row], columns: Sequence[str] | Mapping[str, str] = ()
+) -> None:
+    """Print a table of rows with the columns of the first, or with some, by name or by heading."""
     cases = [as_case(row) for row in rows]
     columns = columns or list(cases[0])
-    print_table(title, columns, [[case[name] for name in columns] for case in cases])
+    headings = list(columns.values()) if isinstance(columns, Mapping) else columns
+    print_table(title, headings, [[case[name] for name in columns] for case in cases])
 
 
 def write_results(rows: Sequence[Row], configs: Any, **facts: object) -> None:

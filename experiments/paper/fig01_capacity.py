@@ -10,29 +10,26 @@ model by name, or a Hugging Face folder or .gguf file of which the config alone 
 slots, and sequences of mean, long (p95) and greatest length. An engine sizes its pool by the same
 functions (`paged_jax.memory.sizing`).
 
-Then, simulated for this workload: how many sequences run and what fills the KV memory when more
-requests come than can be served, and the request rate that is sustained at a mean latency of
---objective_s per output token, for paging and for the paper's baselines. --simulate=false leaves
-this out.
+Then, unless --simulate=false, for paging and for the paper's baselines: how many sequences run and
+what fills the KV memory when more requests come than can be served, and the request rate that is
+sustained at a mean latency of --objective_s per output token.
 
 Expect seconds without the simulation, a minute with --quick and ten without, on two cores.
 --out_dir gets results.json, results.csv and capacity.png.
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
-import matplotlib.pyplot as plt
 import numpy as np
-from matplotlib.axes import Axes
 
 from experiments.lib import figures
 from experiments.lib.claims import Claim, Results, Rows, claim, within_points
 from experiments.lib.experiment import grid, run
 from experiments.lib.options import option
-from experiments.lib.reporting import print_table, write_results
+from experiments.lib.reporting import print_rows, print_table, write_results
 from experiments.paper.requests import LENGTHS, draw, note_on_length
 from experiments.paper.setups import GIB, SETUPS, SYSTEMS, Deployment
 from experiments.paper.simulations import Load, SearchOptions, find_panels, loads_of, overloaded
@@ -52,23 +49,15 @@ from paged_jax.simulation.setups import (
 @dataclass(frozen=True, kw_only=True)
 class Config(SearchOptions):
     model: str = option(
-        "OPT-13B",
-        f"This model is planned for: {', '.join(MODEL_SHAPES)}, a Hugging Face folder or a .gguf "
-        "file.",
+        "OPT-13B", f"One of {', '.join(MODEL_SHAPES)}, a Hugging Face folder or a .gguf file."
     )
     gpu: str = option("A100-40GB", f"It runs on GPUs of this kind: {', '.join(GPUS)}.")
     num_gpus: int = option(1, "The model is split among so many GPUs.", least=1)
-    memory_gib: float | None = option(
-        None, "Each GPU has so much memory (GiB). By default its own.", least=0
-    )
+    memory_gib: float | None = option(None, "A GPU's memory (GiB). By default its own.", least=0)
     memory_share: float | None = option(
-        None,
-        "Weights and KV may take this share of the memory. By default 0.9 as an engine's, or what "
-        "the paper's table says of its set-ups.",
+        None, "Share of the memory for weights and KV. By default 0.9, or what the paper says."
     )
-    dtype: Literal["float16", "bfloat16", "float32"] = option(
-        "float16", "Weights and KV are stored in this type."
-    )
+    dtype: Literal["float16", "bfloat16", "float32"] = option("float16", "Type of weights and KV.")
     block_size: int = option(16, "A KV block has so many slots (tokens).", least=1)
     lengths: str = option("sharegpt_served", "Requests have lengths of this kind.", choices=LENGTHS)
     simulate: bool = option(True, "Simulate batches, waste and sustained rates, too.")
@@ -85,10 +74,6 @@ NUM_DRAWN = 4000  # requests whose lengths are looked at
 
 def setup_rows() -> Rows:
     """The paper's table 1, recomputed."""
-
-    def thousands(count: int) -> str:
-        return f"{count / 1000:.1f}K"
-
     return [
         {
             "setup": setup.deployment.name,
@@ -97,8 +82,8 @@ def setup_rows() -> Rows:
             "paper_kv_gib": setup.kv_gib,  # as printed there, in GB
             "kib_per_token": setup.model.kv_bytes_per_token / 1024,
             "slots": setup.num_slots,
-            "slots_k": thousands(setup.num_slots),
-            "paper_k": thousands(setup.paper_num_slots),
+            "slots_k": f"{setup.num_slots / 1000:.1f}K",
+            "paper_k": f"{setup.paper_num_slots / 1000:.1f}K",
         }
         for setup in SETUPS.values()
     ]
@@ -109,27 +94,14 @@ def setup_rows() -> Rows:
 
 def shape_of(config: ModelConfig, bytes_per_value: int) -> ModelShape:
     """A Llama-family model as the cost model sees it."""
+    names = {field.name for field in fields(ModelShape)} & {field.name for field in fields(config)}
     return ModelShape(
-        config.name,
-        config.num_layers,
-        config.num_heads,
-        config.num_kv_heads,
-        config.head_dim,
-        config.hidden_size,
-        config.intermediate_size,
-        config.vocab_size,
-        config.max_position_embeddings,
+        **{name: getattr(config, name) for name in names},
+        max_model_len=config.max_position_embeddings,
         is_gated=True,
         has_tied_embeddings=config.tie_word_embeddings,
         bytes_per_value=bytes_per_value,
     )
-
-
-def described_gpu(config: Config) -> GPU:
-    gpu = find_gpu(config.gpu)
-    if config.memory_gib is None:
-        return gpu
-    return replace(gpu, memory_bytes=int(config.memory_gib * GIB))
 
 
 def described_model(config: Config) -> ModelShape:
@@ -148,15 +120,16 @@ def memory_share(config: Config, model: ModelShape, gpu: GPU) -> float:
     """The share of the memory that weights and KV may take."""
     if config.memory_share is not None:
         return config.memory_share
-    setup = SETUPS.get(model.name)
-    if setup and (setup.model, setup.gpu, setup.num_gpus) == (model, gpu, config.num_gpus):
-        return setup.share
-    return ENGINE_SHARE
+    described = model, gpu, config.num_gpus
+    papers = [s for s in SETUPS.values() if (s.model, s.gpu, s.num_gpus) == described]
+    return papers[0].share if papers else ENGINE_SHARE
 
 
 def plan(config: Config) -> tuple[Deployment, dict[str, float]]:
     """The deployment that the options describe, and the figures of its memory."""
-    model, gpu, num_gpus = described_model(config), described_gpu(config), config.num_gpus
+    model, gpu, num_gpus = described_model(config), find_gpu(config.gpu), config.num_gpus
+    if config.memory_gib is not None:
+        gpu = replace(gpu, memory_bytes=int(config.memory_gib * GIB))
     block_size, share = config.block_size, memory_share(config, model, gpu)
     room = room_for_kv(num_gpus * gpu.memory_bytes, model.weight_bytes, share=share)
     num_blocks = num_blocks_in(room, model.kv_bytes_per_token * block_size)
@@ -169,11 +142,8 @@ def plan(config: Config) -> tuple[Deployment, dict[str, float]]:
     requests = draw(config.lengths, NUM_DRAWN, model.max_model_len, config.seed)
     # The last token of an output needs no slot.
     slots = [request.num_prompt_tokens + request.max_tokens - 1 for request in requests]
-    lengths = {
-        "mean": round(float(np.mean(slots))),
-        "p95": int(np.percentile(slots, 95)),
-        "greatest": model.max_model_len,
-    }
+    mean, p95 = round(float(np.mean(slots))), int(np.percentile(slots, 95))
+    lengths = {"mean": mean, "p95": p95, "greatest": model.max_model_len}
     memory = {
         "weights (GiB)": model.weight_bytes / GIB,
         "share of the memory for weights and KV": share,
@@ -207,7 +177,7 @@ def overloaded_row(load: Load) -> dict[str, Any]:
     return {
         "system": SYSTEMS[load.system].label,
         "batch_size": run.mean_batch_size,
-        "tokens_percent": 100 * tokens,  # of the pool: token states
+        "tokens_percent": 100 * tokens,  # of the pool
         "waste_percent": 100 * (reserved + internal + external),
         "free_percent": 100 * (1 - tokens - reserved - internal - external),
     }
@@ -215,9 +185,8 @@ def overloaded_row(load: Load) -> dict[str, Any]:
 
 def system_rows(config: Config, deployment: Deployment) -> Rows:
     """Each simulated system, overloaded, and the rate (requests/s) that it sustains."""
-    loads = loads_of(
-        config, deployment, config.lengths, config.duration_s, block_size=config.block_size
-    )
+    size = config.block_size
+    loads = loads_of(config, deployment, config.lengths, config.duration_s, block_size=size)
     # Paging, which comes last, takes longest.
     full = grid(overloaded_row, loads[::-1], config, unit="system", processes=config.processes)
     [searches] = find_panels({(): loads}, config).values()
@@ -239,13 +208,7 @@ def throughput_by_batch(
     cost = RooflineCost(deployment.gpu, deployment.model, deployment.num_gpus)
     points = []
     for size in range(1, max_batch_size + 1):
-        work = StepWork(
-            num_decodes=size,
-            decode_context=size * context,
-            prefills=(),
-            num_first_samples=0,
-            block_size=block_size,
-        )
+        work = StepWork(size, size * context, (), num_first_samples=0, block_size=block_size)
         step_s = cost.step_s(work)
         points.append(BatchPoint(size, 1e3 * step_s, size / step_s))
     return points
@@ -255,47 +218,38 @@ def plot(
     deployment: Deployment, points: list[BatchPoint], batch_sizes: dict[str, float], out_dir: str
 ) -> None:
     """Memory on the left; throughput against batch size, with what each system reaches, beside."""
-    figure, axes = plt.subplots(1, 2, figsize=(9, 3.6), width_ratios=(1, 2), layout="constrained")
-    plot_memory(axes[0], deployment)
-    sizes, _, speeds = zip(*points, strict=True)
-    axes[1].plot(sizes, speeds, color="0.6")
-    for label, size in batch_sizes.items():
-        nearest = points[min(max(round(size), 1), len(points)) - 1]
-        axes[1].plot(size, nearest.tokens_per_s, "o", label=f"{label}: {size:.1f}")
-    axes[1].set(xlabel="batch size (sequences)", ylabel="tokens/s, decoding", ylim=(0, None))
-    if batch_sizes:
-        axes[1].legend(fontsize=8, loc="lower right", title="batch that fits")
-    figures.save(figure, out_dir, "capacity.png")
-
-
-def plot_memory(axes: Axes, deployment: Deployment) -> None:
-    """One bar of what fills the memory, in GiB."""
+    figure, [[left, right]] = figures.panels(1, 2, size=(4.5, 3.6), width_ratios=(1, 2))
     bottom = 0.0
     for name, percent in memory_shares(deployment).items():
         height = percent / 100 * deployment.memory_bytes / GIB
-        [bar] = axes.bar(0, height, bottom=bottom, width=0.5)
+        [bar] = left.bar(0, height, bottom=bottom, width=0.5)
         text = f"{name}\n{height:.1f} GiB, {percent:.0f} %"
-        axes.annotate(text, bar.get_center(), ha="center", va="center", fontsize=8)
+        left.annotate(text, bar.get_center(), ha="center", va="center", fontsize=8)
         bottom += height
-    axes.set(xlim=(-0.5, 0.5), xticks=[], ylabel="GiB")
-    axes.set_title(deployment.name, fontsize=10)
+    left.set(xlim=(-0.5, 0.5), xticks=[], ylabel="GiB")
+    left.set_title(deployment.name, fontsize=10)
+    sizes, _, speeds = zip(*points, strict=True)
+    right.plot(sizes, speeds, color="0.6")
+    for label, size in batch_sizes.items():
+        nearest = points[min(max(round(size), 1), len(points)) - 1]
+        right.plot(size, nearest.tokens_per_s, "o", label=f"{label}: {size:.1f}")
+    right.set(xlabel="batch size (sequences)", ylabel="tokens/s, decoding", ylim=(0, None))
+    if batch_sizes:
+        right.legend(fontsize=8, loc="lower right", title="batch that fits")
+    figures.save(figure, out_dir, "capacity.png")
 
 
 def main(config: Config) -> None:
     deployment, sizes = plan(config)
     setups = setup_rows()
-    values = [list(row.values()) for row in setups]
-    print_table("The paper's set-ups (KV slots)", list(setups[0]), values)
+    print_rows("The paper's set-ups (KV slots)", setups)
     print(note_on_length(config.lengths, deployment.model.max_model_len, config.seed))
     print_table(deployment.name, ["figure", "value"], sizes.items())
     systems = system_rows(config, deployment) if config.simulate else []
     if systems:
-        print_table(
-            f"Simulated, {config.lengths}: overloaded, and the rate sustained within "
-            f"{config.objective_s:g} s per output token",
-            list(systems[0]),
-            [list(row.values()) for row in systems],
-        )
+        within = f"within {config.objective_s:g} s per output token"
+        title = f"Simulated, {config.lengths}: overloaded, and the rate sustained {within}"
+        print_rows(title, systems)
     batch_sizes = {row["system"]: row["batch_size"] for row in systems}
     largest = max([*batch_sizes.values(), 40.0])
     context = round(deployment.num_slots / largest)

@@ -5,7 +5,7 @@
     python -m experiments.paper.fig02_memory_waste --runs=simulated --lengths=sharegpt,alpaca
 
 Where the slots are that hold no token, over time, while requests wait: only then does memory limit
-what runs. Lengths and policies decide that, not step times. Two runs:
+what runs. Two runs:
 
     simulated  OPT-13B on an A100-40GB, 15.7K slots, as in the paper
     real       SmolLM2 with a shorter longest sequence; pool, lengths and blocks scaled likewise:
@@ -22,6 +22,7 @@ results.json, results.csv and memory_waste.png.
 """
 
 from collections.abc import Iterable, Iterator
+from contextlib import closing
 from dataclasses import dataclass
 from functools import partial
 from itertools import groupby
@@ -33,7 +34,7 @@ from experiments.lib.claims import Claim, Results, Rows, Rule, at_least, chosen,
 from experiments.lib.driver import serve
 from experiments.lib.experiment import grid, run
 from experiments.lib.options import option
-from experiments.lib.reporting import print_table, write_results
+from experiments.lib.reporting import print_rows, write_results
 from experiments.paper.fig13_batched_requests import PAPER_BATCH_SIZE
 from experiments.paper.requests import LENGTHS
 from experiments.paper.setups import OPT_13B, ORCA, SYSTEMS, System, chosen_systems
@@ -53,40 +54,20 @@ from paged_jax.workloads import (
 
 @dataclass(frozen=True, kw_only=True)
 class Config(SystemOptions):
-    runs: tuple[Literal["simulated", "real"], ...] = option(
-        ("simulated", "real"), "These runs are made."
-    )
-    lengths: tuple[str, ...] = option(
-        ("sharegpt_served",), "Simulated requests have lengths of these kinds.", choices=LENGTHS
-    )
+    runs: tuple[Literal["simulated", "real"], ...] = option(("simulated", "real"), "Runs to make.")
+    lengths: tuple[str, ...] = option(("sharegpt_served",), "Simulated lengths.", choices=LENGTHS)
     rate: float | None = option(
-        None,
-        "So many simulated requests arrive each second. By default 4, of alpaca's lengths 120.",
+        None, "Rate of simulated requests (1/s). By default 4, of alpaca's lengths 120."
     )
-    duration_s: float = option(
-        3600.0, "Simulated requests arrive for so long (s).", quick=900.0, least=1
-    )
+    duration_s: float = option(3600.0, "Simulated seconds of arrivals.", quick=900.0, least=1)
     model: str = option("smollm2", "Name or path of the real model.")
     num_real_requests: int = option(128, "The real model gets so many requests.", quick=48, least=1)
-    real_max_model_len: int = option(
-        1024, "The real model's longest sequence has so many tokens.", quick=256, least=16
-    )
-    real_pool: float = option(
-        7.68,
-        "The real pool has room for so many of the longest sequences: by default the paper's; "
-        "fewer with --quick, where few requests are to fill it.",
-        quick=3.3,
-        least=1,
-    )
-    max_num_seqs: int = option(
-        48, "At most so many sequences of the real model run at a time.", quick=24, least=1
-    )
-    max_num_batched_tokens: int = option(
-        128, "An iteration of the real model computes at most so many tokens.", quick=64, least=1
-    )
-    block_size: int = option(
-        16, "A KV block has so many slots (tokens); the real run scales it.", least=1
-    )
+    real_max_model_len: int = option(1024, "Longest real sequence (tokens).", quick=256, least=16)
+    # The paper's; with --quick, few requests are to fill it.
+    real_pool: float = option(7.68, "The real pool, in longest sequences.", quick=3.3, least=1)
+    max_num_seqs: int = option(48, "So many real sequences run at a time.", quick=24, least=1)
+    max_num_batched_tokens: int = option(128, "Tokens of a real iteration.", quick=64, least=1)
+    block_size: int = option(16, "Slots (tokens) of a KV block; the real run scales it.", least=1)
 
 
 PAPER_PERCENT = {  # token states, reserved, internal and external fragmentation
@@ -99,33 +80,31 @@ POINTS = 5  # by which a share may be off before a reason is given
 SHAREGPT = ("sharegpt", "sharegpt_served", "sharegpt_trace")  # whose lengths Figure 2 is of
 
 
-def paper_shares(system: System) -> tuple[float, ...] | None:
+def paper_shares(name: str) -> tuple[float, ...] | None:
     """Figure 2's shares; with paging, which leaves slots free here, token states alone."""
-    if system.memory_policy == "paged":
+    if name == "paged":
         return PAPER_PAGED_TOKENS, 0.0, 0.0, 0.0, 0.0
-    paper = PAPER_PERCENT.get(system.name)
+    paper = PAPER_PERCENT.get(name)
     return paper and (*paper, 0.0)
 
 
 def row_of(
-    run: str, lengths: str, system: System, waste: Waste, same: bool | None = None
+    run: str, lengths: str, system: str, waste: Waste, same: bool | None = None
 ) -> dict[str, Any]:
     """Percent of the pool over the time in which requests waited."""
-    paper, is_paged = paper_shares(system), system.memory_policy == "paged"
-    off = None  # the share that is furthest from the paper's
-    if is_paged:
-        off = abs(waste.used_as_tokens - PAPER_PAGED_TOKENS)
-    elif paper:
-        shares = zip(waste.shares.values(), paper, strict=True)
-        off = max(abs(ours - papers) for ours, papers in shares)
+    paper, is_paged = paper_shares(system), system == "paged"
+    off = None  # of the share that is furthest from the paper's, in points
+    if paper and lengths in SHAREGPT:
+        ours = [waste.used_as_tokens] if is_paged else waste.shares.values()
+        off = max(abs(share - its) for share, its in zip(ours, paper, strict=False))
     return {
         "run": run,
         "lengths": lengths,
-        "system": system.name,
+        "system": system,
         **waste.shares,
         "used_as_tokens": waste.used_as_tokens,  # token states in percent of what is held
         "paper_tokens": paper and paper[0],
-        "off_points": off if lengths in SHAREGPT else None,
+        "off_points": off,
         "batch_size": waste.batch_size,
         # Tokens that a running sequence has and will have; paging reserves nothing for the latter.
         "tokens_to_come": None if is_paged else waste.tokens_to_come,
@@ -139,16 +118,15 @@ def row_of(
 def simulated_row(point: tuple[Load, float]) -> dict[str, Any]:
     load, rate = point
     waste = waste_of(load.simulate(rate, cut=True).iterations)
-    return row_of("simulated", load.lengths, SYSTEMS[load.system], waste)
+    return row_of("simulated", load.lengths, load.system, waste)
 
 
 def simulated_rows(config: Config) -> Rows:
+    size = config.block_size
     points = [
         (load, config.rate or (120.0 if lengths == "alpaca" else 4.0))
         for lengths in config.lengths
-        for load in loads_of(
-            config, OPT_13B, lengths, config.duration_s, block_size=config.block_size
-        )
+        for load in loads_of(config, OPT_13B, lengths, config.duration_s, block_size=size)
     ]
     return grid(simulated_row, points, config, unit="run", processes=config.processes)
 
@@ -185,11 +163,9 @@ def real_run(
         enable_prefix_caching=False,  # requests share nothing with each other
         seed=config.seed,
     )
-    try:
+    with closing(engine):
         engine.warm_up(progress=False)
         run = serve(engine, requests, SamplingParams(temperature=0))
-    finally:
-        engine.close()
     if refused := [served.refusal for served in run.served if served.refusal]:
         raise ValueError(refused[0])
     tokens = [list(s.output.outputs[0].token_ids) for s in run.served if s.output is not None]
@@ -207,40 +183,34 @@ def real_rows(config: Config, systems: list[System]) -> Rows:
     )
     print("\n".join([*notes, f"{len(requests)} requests to {config.model} with each system"]))
     runs = grid(partial(real_run, config, requests), systems, config, unit="run")
-    outputs = {
-        system.memory_policy: tokens for system, (_, tokens) in zip(systems, runs, strict=True)
-    }
-    wanted = outputs.get("paged")
+    by_system = {system.name: run for system, run in zip(systems, runs, strict=True)}
+    _, wanted = by_system.get("paged", (None, None))
     return [
-        row_of("real", "scaled", system, waste, None if wanted is None else tokens == wanted)
-        for system, (waste, tokens) in zip(systems, runs, strict=True)
+        row_of("real", "scaled", name, waste, None if wanted is None else tokens == wanted)
+        for name, (waste, tokens) in by_system.items()
     ]
 
 
 # Results
 
 
-def paper_tokens_to_come(system: str) -> float:
-    """Tokens of a running sequence: Figure 2's shares over the batch sizes of Figure 13."""
-    tokens, reserved, *_ = PAPER_PERCENT[system]
-    batch_size = PAPER_BATCH_SIZE["sharegpt", 2.0][system]
-    return (tokens + reserved) / 100 * OPT_13B.num_slots / batch_size
-
-
 def explain(rows: Rows, block_size: int) -> list[str]:
     """Why shares are further than `POINTS` from the paper's."""
+    line = "{run}, {lengths}, {system}: {off_points:.1f} points off: "
     return [
-        f"{row['run']}, {row['lengths']}, {row['system']}: {row['off_points']:.1f} points off: "
-        + reason(row["system"], row["tokens_to_come"], block_size)
+        line.format_map(row) + reason(row["system"], row["tokens_to_come"], block_size)
         for row in rows
-        if row["off_points"] is not None and row["off_points"] > POINTS
+        if (row["off_points"] or 0) > POINTS
     ]
 
 
 def reason(system: str, tokens_to_come: float | None, block_size: int) -> str:
     if tokens_to_come is None:
         return f"sequences end in blocks of {block_size} half full"
-    paper = paper_tokens_to_come(system)
+    # Figure 2's shares over the batch sizes of Figure 13.
+    tokens, reserved, *_ = PAPER_PERCENT[system]
+    batch_size = PAPER_BATCH_SIZE["sharegpt", 2.0][system]
+    paper = (tokens + reserved) / 100 * OPT_13B.num_slots / batch_size
     if abs(tokens_to_come / paper - 1) <= 0.05:
         return "lengths agree, so it is how reservations are rounded up"
     other = "less" if tokens_to_come < paper else "more"
@@ -252,21 +222,17 @@ def reason(system: str, tokens_to_come: float | None, block_size: int) -> str:
 
 def print_tables(rows: Rows) -> None:
     titles = {"token_states": "tokens", "paper_tokens": "paper: tokens", "off_points": "off by"}
-    columns = ("lengths", "system", *CATEGORIES, "paper_tokens", "off_points", "batch_size")
+    names = ("lengths", "system", *CATEGORIES, "paper_tokens", "off_points", "batch_size")
+    columns = {name: titles.get(name, name.replace("_", " ")) for name in names}
     for name, group in groupby(rows, itemgetter("run")):
         of_run = list(group)
-        print_table(
-            f"KV slots while requests wait (%), {name}",
-            [titles.get(column, column.replace("_", " ")) for column in columns],
-            map(itemgetter(*columns), of_run),
-        )
+        print_rows(f"KV slots while requests wait (%), {name}", of_run, columns)
         if used := [row["used_as_tokens"] for row in of_run if row["system"] == "paged"]:
             shares = ", ".join(f"{share:.1f}" for share in used)
             print(f"with blocks, token states are {shares} % of the slots that are not free")
-    same = {row["system"]: row["same_outputs"] for row in rows if row["same_outputs"] is not None}
-    if same:
-        differing = ", ".join(name for name, is_same in same.items() if not is_same) or "none"
-        print(f"outputs that differ from those with blocks: {differing}")
+    if compared := [row for row in rows if row["same_outputs"] is not None]:
+        differing = ", ".join(row["system"] for row in compared if not row["same_outputs"])
+        print(f"outputs that differ from those with blocks: {differing or 'none'}")
 
 
 def plot(rows: Rows, systems: list[System], out_dir: str) -> None:
@@ -277,7 +243,7 @@ def plot(rows: Rows, systems: list[System], out_dir: str) -> None:
             f"{row['run']}\n{row['lengths']}": [row[name] for name in CATEGORIES]
             for row in chosen(rows, system=system.name)
         }
-        if (paper := paper_shares(system)) is not None:
+        if (paper := paper_shares(system.name)) is not None:
             groups[system.label]["paper"] = [*paper]
     num_bars = sum(map(len, groups.values()))
     figure, axes = figures.panels(size=(1.1 * num_bars + 2, 4.5))
@@ -288,9 +254,7 @@ def plot(rows: Rows, systems: list[System], out_dir: str) -> None:
 
 def main(config: Config) -> None:
     systems = chosen_systems(config.systems)
-    rows: Rows = []
-    if "simulated" in config.runs:
-        rows += simulated_rows(config)
+    rows = simulated_rows(config) if "simulated" in config.runs else []
     if "real" in config.runs:
         rows += real_rows(config, systems)
     explanations = explain(rows, config.block_size)

@@ -5,22 +5,19 @@
     python -m experiments.paper.fig12_throughput --lengths=sharegpt_trace --objective_s=0.5
 
 Simulated: the engine's own scheduler and memory managers, with step times of a roofline model of
-the paper's GPUs. Five systems serve the same Poisson arrivals of the same requests:
+the paper's GPUs. Five systems serve the same Poisson arrivals of the same requests, to their end:
 FasterTransformer (batches that are formed when nothing runs), Orca with its three ways to reserve
-contiguous memory, and paging. They differ in memory and batching; the scheduler, the chunked
-prefill and the model of step times are the same, but that contiguous attention kernels pay nothing
-for blocks.
+contiguous memory, and paging. They differ in memory and batching alone, and contiguous attention
+kernels pay nothing for blocks.
 
-Latencies are normalised as in the paper: the mean over requests of the time from arrival to the
-last token, divided by the number of output tokens. All requests that arrive in time are served to
-their end. A system sustains the highest rate at which that mean stays within --objective_s, found
-by bisection to 2 % (--quick: 4 %). The paper names no objective; ratios hardly depend on it, as
-latencies soar where a system falls behind. Its traces last an hour; in shorter ones, which start
-with an empty pool, all systems sustain somewhat more, and paging somewhat less over the others.
+A system sustains the highest rate at which the mean over requests of the time from arrival to the
+last token, per output token, stays within --objective_s, found by bisection to 2 % (--quick: 4 %).
+The paper names no objective; ratios hardly depend on it, as latencies soar where a system falls
+behind. Its traces last an hour; in shorter ones, which start with an empty pool, all systems
+sustain somewhat more, and paging somewhat less over the others (`gain`).
 
-`gain` is the rate that paging sustains over the system's. Expect two minutes with --quick, which
-has OPT-13B alone, and half an hour without on two cores. --out_dir gets results.json,
-results.csv, curves.csv and throughput.png.
+Expect two minutes with --quick, which has OPT-13B alone, and half an hour without on two cores.
+--out_dir gets results.json, results.csv, curves.csv and throughput.png.
 """
 
 from collections.abc import Iterator
@@ -41,36 +38,27 @@ from experiments.lib.claims import (
 )
 from experiments.lib.experiment import run
 from experiments.lib.options import option
-from experiments.lib.reporting import report, write_csv
+from experiments.lib.reporting import report
 from experiments.paper.requests import LENGTHS, draw, note_on_length
 from experiments.paper.setups import MAX_NUM_SEQS, SETUPS, SYSTEMS, find_setup
 from experiments.paper.simulations import (
     SearchOptions,
     Sustained,
-    curve_rows,
     find_panels,
-    gains,
     loads_of,
-    plot_curves,
+    save_curves,
 )
 
 
 @dataclass(frozen=True, kw_only=True)
 class Config(SearchOptions):
-    models: tuple[str, ...] = option(
-        tuple(SETUPS), "These models are served.", quick=("OPT-13B",), choices=SETUPS
-    )
+    models: tuple[str, ...] = option(tuple(SETUPS), "Models.", quick=("OPT-13B",), choices=SETUPS)
     lengths: tuple[str, ...] = option(
         ("sharegpt_served", "alpaca"), "Requests have lengths of these kinds.", choices=LENGTHS
     )
-    systems: tuple[str, ...] = option(
-        tuple(SYSTEMS), "These systems are compared.", choices=SYSTEMS
-    )
+    systems: tuple[str, ...] = option(tuple(SYSTEMS), "Systems to compare.", choices=SYSTEMS)
     duration_s: float = option(
-        1200.0,
-        "Requests of ShareGPT's lengths arrive for so long (s), shorter requests for less.",
-        quick=500.0,
-        least=1,
+        1200.0, "Requests arrive for so long (s), short ones for less.", quick=500.0, least=1
     )
 
 
@@ -82,25 +70,21 @@ PAPER_GAIN = {
 }  # on ShareGPT (section 6.2)
 
 
-def relative_length(lengths: str, seed: int) -> float:
-    """Mean output tokens, of ShareGPT's: a trace has to last for so many requests' lifetimes."""
-
-    def mean_output(name: str) -> float:
-        return float(np.mean([r.max_tokens for r in draw(name, 1000, 2048, seed)]))
-
-    return mean_output(lengths) / mean_output("sharegpt")
+def mean_output(lengths: str, seed: int) -> float:
+    """In tokens: a trace has to last for so many requests' lifetimes."""
+    return float(np.mean([r.max_tokens for r in draw(lengths, 1000, 2048, seed)]))
 
 
-def row_of(model: str, found: Sustained, gain: float | None) -> dict[str, Any]:
+def row_of(found: Sustained) -> dict[str, Any]:
     """What one system sustains, in requests/s; latencies in ms per output token."""
     system, lengths, at = found.load.system, found.load.lengths, found.point
     unloaded_s = found.points[0].normalised_latency_s if found.points else None
     return {
-        "model": model,
+        "model": found.load.deployment.model.name,
         "lengths": lengths,
         "system": system,
         "rate": found.rate,  # None: the objective is not met at any rate
-        "gain": gain,  # of paging over it
+        "gain": found.gain,  # of paging over it
         "paper": PAPER_GAIN.get(system) if lengths.startswith("sharegpt") else None,
         "batch_size": at and at.mean_batch_size,  # at that rate
         "tokens_percent": at and 100 * at.token_states,  # in the pool, at that rate
@@ -112,14 +96,11 @@ def main(config: Config) -> None:
     setups = [find_setup(model) for model in config.models]
     for name in config.lengths:
         print(note_on_length(name, setups[0].model.max_model_len, config.seed))
+    longest = mean_output("sharegpt", config.seed)
     loads = {
-        (setup.model.name, lengths): loads_of(
-            config,
-            setup.deployment,
-            lengths,
-            config.duration_s * relative_length(lengths, config.seed),
-        )
+        (setup.model.name, lengths): loads_of(config, setup.deployment, lengths, duration_s)
         for lengths in config.lengths
+        for duration_s in [config.duration_s * (mean_output(lengths, config.seed) / longest)]
         for setup in setups
     }
     panels = find_panels(
@@ -130,18 +111,13 @@ def main(config: Config) -> None:
     )
     report(
         f"Sustained within {config.objective_s:g} s per output token",
-        [
-            row_of(model, found, gain)
-            for (model, _), compared in panels.items()
-            for found, gain in zip(compared, gains(compared), strict=True)
-        ],
+        [row_of(found) for compared in panels.values() for found in compared],
         config,
         duration_s=config.duration_s,
         slots={setup.model.name: setup.num_slots for setup in setups},
     )
-    write_csv(config.out_dir, "curves.csv", curve_rows(panels, ("model", "lengths")))
-    titled = {", ".join(panel): compared for panel, compared in panels.items()}
-    plot_curves(titled, config.out_dir, "throughput.png", columns=len(setups))
+    names = "model", "lengths"
+    save_curves(panels, config.out_dir, "throughput.png", names=names, columns=len(setups))
 
 
 # The paper's claims

@@ -6,13 +6,12 @@
 
 Simulated on OPT-13B and an A100-40GB, with the same requests and arrivals for every system:
 ShareGPT's lengths at 2 requests/s and Alpaca's at 30, as in the paper. It gives the means of both;
-`sharegpt_served` has the spread that its figures 2 and 13 imply (`SERVED_LENGTHS`), `sharegpt` that
-of the published file, `sharegpt_trace` that file's lengths as they are.
+`sharegpt_served` has the spread that its figures 2 and 13 imply, `sharegpt` that of the published
+file, `sharegpt_trace` that file's lengths as they are.
 
 Means are over the time of the iterations until the last request has arrived. A system that the rate
-overloads is full all the time: its batch then depends on memory alone, on how much is reserved for
-each request. One that is not (paging, at these rates) has as many requests running as arrive while
-one runs, so its batch also depends on step times: on the model of the GPU.
+overloads is full all the time: its batch depends on memory alone. One that is not (paging, at these
+rates) has as many requests running as arrive while one runs: its batch also depends on step times.
 
 Expect a minute with --quick, which ends after 5 minutes of simulated time, and 5 minutes for the
 paper's hour. --out_dir gets results.json, results.csv and batched_requests.png.
@@ -40,9 +39,7 @@ class Config(SystemOptions):
         ("sharegpt_served:2", "alpaca:30"), "Panels are of these loads, as lengths:requests/s."
     )
     model: str = option("OPT-13B", "The paper's set-up of this model serves.", choices=SETUPS)
-    duration_s: float = option(
-        3600.0, "Requests arrive for so long (s), then the run ends.", quick=300.0, least=1
-    )
+    duration_s: float = option(3600.0, "A run ends after so long (s).", quick=300.0, least=1)
 
 
 PAPER_BATCH_SIZE = {
@@ -77,16 +74,10 @@ def plot(rows: list[dict[str, Any]], out_dir: str) -> None:
     figure, axes = figures.panels(1, len(panels), size=(4.5, 3.5))
     for panel, group in zip(axes[0], panels, strict=True):
         labels = [SYSTEMS[row["system"]].label for row in group]
-        sizes = {
-            "here": [row["batch_size"] for row in group],
-            "paper": [row["paper"] for row in group],
-        }
-        figures.bars(panel, labels, sizes)
-        for container in panel.containers:
-            heights = [bar.get_height() for bar in container]
-            panel.bar_label(
-                container, [f"{each:.1f}" if each else "" for each in heights], fontsize=8
-            )
+        sizes = {"here": "batch_size", "paper": "paper"}
+        figures.bars(panel, labels, {k: [row[v] for row in group] for k, v in sizes.items()})
+        for bars in panel.containers:
+            panel.bar_label(bars, fmt=lambda size: f"{size:.1f}" if size else "", fontsize=8)
         panel.set_title(f"{group[0]['lengths']}, {group[0]['rate']:g} requests/s", fontsize=10)
         panel.tick_params(axis="x", labelsize=8)
         panel.margins(y=0.1)

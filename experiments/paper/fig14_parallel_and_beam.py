@@ -8,11 +8,9 @@ Simulated on OPT-13B and an A100-40GB with Alpaca's lengths, as in the paper: re
 samples, or for beams of several widths. With paging the sequences of a request share the blocks
 that they have in common; the baselines reserve contiguous memory for each, and copy what branches.
 The next tokens of beams are drawn so that they branch and die as a model's do
-(`paged_jax/simulation/branching.py`).
-
-`rate` is the highest request rate at which the mean latency per output token stays within
---objective_s, found by bisection to 2 %; `gain` is paging's rate over Orca (Oracle)'s. The paper's
-grows from 1.3 without branches to 2.3 with six beams.
+(`paged_jax/simulation/branching.py`). `rate` and `gain` are those of
+`experiments.paper.fig12_throughput`; the paper's gain over Orca (Oracle) grows from 1.3 without
+branches to 2.3 with six beams.
 
 Expect two minutes with --quick and half an hour without on two cores. --out_dir gets results.json,
 results.csv, curves.csv and parallel_and_beam.png.
@@ -26,17 +24,15 @@ from typing import Any, Literal
 from experiments.lib.claims import Claim, Results, chosen, claim, figure, in_order, within_percent
 from experiments.lib.experiment import run
 from experiments.lib.options import option
-from experiments.lib.reporting import report, write_csv
+from experiments.lib.reporting import report
 from experiments.paper.requests import LENGTHS, note_on_length
 from experiments.paper.setups import ORCA, SETUPS, SYSTEMS, find_setup
 from experiments.paper.simulations import (
     SearchOptions,
     Sustained,
-    curve_rows,
     find_panels,
-    gains,
     loads_of,
-    plot_curves,
+    save_curves,
 )
 from paged_jax.sampling_params import SamplingParams
 
@@ -46,14 +42,9 @@ class Config(SearchOptions):
     methods: tuple[Literal["parallel", "beam"], ...] = option(
         ("parallel", "beam"), "Sequences of a request come about by these methods."
     )
-    widths: tuple[int, ...] = option(
-        (2, 4, 6), "A request has so many samples or beams.", quick=(6,), least=2
-    )
+    widths: tuple[int, ...] = option((2, 4, 6), "Samples or beams.", quick=(6,), least=2)
     systems: tuple[str, ...] = option(
-        (*ORCA, "paged"),
-        "These systems are compared.",
-        quick=("orca_oracle", "paged"),
-        choices=SYSTEMS,
+        (*ORCA, "paged"), "Systems to compare.", quick=("orca_oracle", "paged"), choices=SYSTEMS
     )
     lengths: str = option("alpaca", "Requests have lengths of this kind.", choices=LENGTHS)
     model: str = option("OPT-13B", "The paper's set-up of this model serves.", choices=SETUPS)
@@ -70,8 +61,9 @@ def params_of(method: str, width: int) -> SamplingParams:
     return SamplingParams(n=width, temperature=1.0)
 
 
-def row_of(method: str, width: int, found: Sustained, gain: float | None) -> dict[str, Any]:
+def row_of(kind: tuple[str, int], found: Sustained) -> dict[str, Any]:
     """What one system sustains, in requests/s."""
+    method, width = kind
     load, at = found.load, found.point
     is_papers = load.system == "orca_oracle" and load.lengths == "alpaca"
     return {
@@ -79,8 +71,8 @@ def row_of(method: str, width: int, found: Sustained, gain: float | None) -> dic
         "width": width,
         "system": load.system,
         "rate": found.rate,  # None: the objective is not met at any rate
-        "gain": gain,  # of paging over it
-        "paper": PAPER_GAIN.get((method, width)) if is_papers else None,
+        "gain": found.gain,  # of paging over it
+        "paper": PAPER_GAIN.get(kind) if is_papers else None,
         "batch_size": at and at.mean_batch_size,  # sequences, at that rate
         "preemptions": at and at.num_preemptions,
     }
@@ -88,28 +80,18 @@ def row_of(method: str, width: int, found: Sustained, gain: float | None) -> dic
 
 def main(config: Config) -> None:
     deployment = find_setup(config.model).deployment
-    print(note_on_length(config.lengths, deployment.model.max_model_len, config.seed))
+    lengths, duration_s = config.lengths, config.duration_s
+    print(note_on_length(lengths, deployment.model.max_model_len, config.seed))
     loads = {
-        kind: loads_of(
-            config, deployment, config.lengths, config.duration_s, params=params_of(*kind)
-        )
+        kind: loads_of(config, deployment, lengths, duration_s, params=params_of(*kind))
         for kind in [("basic", 1), *product(config.methods, config.widths)]
     }
     panels = find_panels(loads, config, fractions=FRACTIONS)
-    report(
-        f"Sustained within {config.objective_s:g} s per output token: {deployment.name}, "
-        f"{config.lengths}",
-        [
-            row_of(method, width, found, gain)
-            for (method, width), compared in panels.items()
-            for found, gain in zip(compared, gains(compared), strict=True)
-        ],
-        config,
-        duration_s=config.duration_s,
-    )
-    write_csv(config.out_dir, "curves.csv", curve_rows(panels, ("method", "width")))
-    titled = {f"{method} {width}": compared for (method, width), compared in panels.items()}
-    plot_curves(titled, config.out_dir, "parallel_and_beam.png", columns=len(panels))
+    rows = [row_of(kind, found) for kind, own in panels.items() for found in own]
+    title = f"Sustained within {config.objective_s:g} s per output token: {deployment.name}"
+    report(f"{title}, {lengths}", rows, config, duration_s=duration_s)
+    names, columns = ("method", "width"), len(panels)
+    save_curves(panels, config.out_dir, "parallel_and_beam.png", names=names, columns=columns)
 
 
 def claims(results: Results) -> Iterator[Claim]:

@@ -13,22 +13,20 @@ end of each sequence, and prompts that begin alike share whole blocks only. Two 
     real       SmolLM2 on this machine's device, with a pool that is too small for all requests
 
 over requests of ShareGPT's and of Alpaca's lengths, and over prompts that begin with one of 16
-shared prefixes, with the prefix cache.
-
-`tokens_per_s`, `waste_percent` (slots at the ends of sequences, of those held), `table_percent`
-(bytes of the static block tables, of the memory held) and `hit_percent` are those of a full pool.
-`latency_ms` is the mean per output token at one rate for all block sizes, --load of what a block
-size of 16 serves (real: all requests are there at the start). The best block sizes are those within
-5 % of the lowest latency, which is what the paper plots; its choice is 16.
+shared prefixes, with the prefix cache. Throughput, waste, tables and hits are those of a full pool;
+latencies are at --load of the rate that a block size of 16 serves (real: all requests are there at
+the start). The best block sizes are those within 5 % of the lowest latency, which is what the paper
+plots; its choice is 16.
 
 Expect three minutes with --quick and half an hour without on two CPU cores. --out_dir gets
 results.json, results.csv and block_size.png.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass, replace
 from functools import cache, partial
-from operator import attrgetter
+from itertools import chain
 from typing import Literal, NamedTuple
 
 import jax.numpy as jnp
@@ -38,8 +36,9 @@ from experiments.lib import figures
 from experiments.lib.claims import Claim, Results, above, chosen, claim
 from experiments.lib.driver import require_fitting, serve
 from experiments.lib.experiment import grid, run
-from experiments.lib.options import SimulationOptions, option
-from experiments.lib.reporting import print_table, report
+from experiments.lib.options import SimulationOptions, engine_option, option
+from experiments.lib.reporting import print_rows, report
+from experiments.lib.serving_figures import complete_outputs, kv_usage, latencies
 from experiments.paper.requests import LENGTHS, SHARED_PREFIXES, draw, note_on_length
 from experiments.paper.setups import SETUPS, find_setup
 from experiments.paper.simulations import Load, overloaded
@@ -51,35 +50,27 @@ from paged_jax.workloads import VocabRange
 
 @dataclass(frozen=True, kw_only=True)
 class Config(SimulationOptions):
-    runs: tuple[Literal["simulated", "real"], ...] = option(
-        ("simulated", "real"), "These runs are made."
-    )
+    runs: tuple[Literal["simulated", "real"], ...] = option(("simulated", "real"), "Runs to make.")
     workloads: tuple[str, ...] = option(
         ("sharegpt_served", "alpaca", SHARED_PREFIXES),
-        f"Requests have lengths of these kinds, {SHARED_PREFIXES} with a prefix cache.",
+        f"Kinds of lengths, {SHARED_PREFIXES} with a prefix cache.",
         choices=LENGTHS,
     )
     block_size: tuple[int, ...] = option(
-        (1, 2, 4, 8, 16, 32, 64, 128, 256), "Simulated blocks have so many slots.", least=1
+        (1, 2, 4, 8, 16, 32, 64, 128, 256), "Slots of a simulated block.", least=1
     )
     real_block_size: tuple[int, ...] = option(
-        (1, 4, 16, 64, 256), "Real blocks have so many slots.", quick=(4, 16, 64), least=1
+        (1, 4, 16, 64, 256), "Slots of a real block.", quick=(4, 16, 64), least=1
     )
     deployment: str = option("OPT-13B", "The paper's set-up that is simulated.", choices=SETUPS)
-    duration_s: float = option(
-        600.0, "Simulated requests arrive for so long (s).", quick=60.0, least=1
-    )
-    load: float = option(
-        0.85,
-        "Latencies are taken at this share of the rate that a block size of 16 serves.",
-        least=0.01,
-    )
+    duration_s: float = option(600.0, "Simulated seconds of arrivals.", quick=60.0, least=1)
+    load: float = option(0.85, "Latencies are at this share of the rate served.", least=0.01)
     model: str = option("smollm2", "Name or path of the real model.")
     pool_tokens: int = option(2048, "The real pool has so many KV slots.", least=1)
     num_requests: int = option(16, "The real model gets so many requests.", quick=8, least=1)
     max_tokens: int = option(128, "The real outputs are cut to so many tokens.", quick=32, least=1)
-    max_num_seqs: int = option(8, "At most so many real sequences run at a time.", least=1)
-    max_model_len: int = option(1024, "The longest real sequence has so many tokens.", least=2)
+    max_num_seqs: int = engine_option("max_num_seqs", 8)
+    max_model_len: int = engine_option("max_model_len", 1024)
     rounds: int = option(3, "The real model serves all requests so often.", quick=1, least=1)
 
 
@@ -90,7 +81,7 @@ loaded = cache(load_model)
 
 
 class Row(NamedTuple):
-    """One block size; throughput, waste and hits are figures of a full pool."""
+    """One block size; all but the simulated latencies are figures of a full pool."""
 
     run: str
     workload: str
@@ -121,6 +112,12 @@ def held_figures(
     return 100 * internal / held, 100 * entries * TABLE_ENTRY_BYTES / (held * token_bytes)
 
 
+def held_slots(num_slots: int, shares: Mapping[str, float]) -> dict[str, float]:
+    """What `held_figures` takes of the shares of a pool."""
+    held = shares["token_states"] + shares["reserved"] + shares["internal"]
+    return {"internal": num_slots * shares["internal"], "held": num_slots * held}
+
+
 # Simulated
 
 
@@ -136,11 +133,10 @@ def simulated_row(item: tuple[Load, float]) -> Row:
     """A load, overloaded and at the rate of its latency."""
     load, rate = item
     full, latency_s = overloaded(load), load.simulate(rate).normalised_latency_s
-    model, num_slots, shares = load.deployment.model, load.deployment.num_slots, full.memory_shares
+    model = load.deployment.model
     waste, tables = held_figures(
         block_size=load.block_size,
-        internal=num_slots * shares["internal"],
-        held=num_slots * (shares["token_states"] + shares["reserved"] + shares["internal"]),
+        **held_slots(load.deployment.num_slots, full.memory_shares),
         num_seqs=full.mean_batch_size,
         max_model_len=model.max_model_len,
         token_bytes=model.kv_bytes_per_token,
@@ -159,20 +155,14 @@ def simulated_row(item: tuple[Load, float]) -> Row:
 
 
 def simulated_rows(config: Config) -> list[Row]:
+    deployment = find_setup(config.deployment).deployment
+    every = Load("paged", deployment, "", config.duration_s, config.seed, REFERENCE)
     loads = [
-        Load(
-            "paged",
-            find_setup(config.deployment).deployment,
-            workload,
-            config.duration_s,
-            seed=config.seed,
-            block_size=REFERENCE,
-            enable_prefix_caching=workload == SHARED_PREFIXES,
-        )
+        replace(every, lengths=workload, enable_prefix_caching=workload == SHARED_PREFIXES)
         for workload in config.workloads
     ]
     for load in loads:
-        print(note_on_length(load.lengths, load.deployment.model.max_model_len, load.seed))
+        print(note_on_length(load.lengths, deployment.model.max_model_len, config.seed))
     served = grid(served_rate, loads, config, unit="workload", processes=config.processes)
     items = [
         (replace(load, block_size=size), config.load * rate)
@@ -197,11 +187,9 @@ def real_rows(config: Config, block_size: int) -> list[Row]:
         max_prefill_seqs=4,
         seed=config.seed,
     )
-    try:
+    with closing(engine):
         engine.warm_up(progress=False)
         return [real_row(config, engine, workload) for workload in config.workloads]
-    finally:
-        engine.close()
 
 
 def real_row(config: Config, engine: Engine, workload: str) -> Row:
@@ -210,23 +198,19 @@ def real_row(config: Config, engine: Engine, workload: str) -> Row:
     drawn = draw(workload, config.num_requests, config.max_model_len, config.seed, vocab)
     requests = [replace(r, max_tokens=min(r.max_tokens, config.max_tokens)) for r in drawn]
     require_fitting(engine, requests)
-    before, num_preempted = engine.sharing_stats, engine.core.scheduler.counters.num_preemptions
+    before, counters = engine.sharing_stats, engine.core.scheduler.counters
+    num_preempted = counters.num_preemptions
     runs = [
         # The salt hides what the rounds before have left in the cache.
         serve(engine, requests, SamplingParams(temperature=0, cache_salt=f"{workload}, {number}"))
         for number in range(config.rounds)
     ]
     steps = [step for run in runs for step in run.steps]
-
-    def over_time(values: Sequence[float]) -> float:
-        return float(np.average(values, weights=[step.wall_s for step in steps]))
-
-    usages = [step.usage for step in steps]
+    seconds = [step.wall_s for step in steps]
     waste, tables = held_figures(
         block_size=engine.block_size,
-        internal=over_time([usage.internal for usage in usages]),
-        held=over_time([usage.token_states + usage.reserved + usage.internal for usage in usages]),
-        num_seqs=over_time([step.num_running for step in steps]),
+        **held_slots(steps[0].usage.total, kv_usage(steps) or {}),
+        num_seqs=float(np.average([step.num_running for step in steps], weights=seconds)),
         max_model_len=engine.max_model_len,
         token_bytes=kv_bytes_per_token(
             num_layers=engine.config.num_layers,
@@ -235,27 +219,20 @@ def real_row(config: Config, engine: Engine, workload: str) -> Row:
             bytes_per_value=jnp.dtype(engine.dtype).itemsize,
         ),
     )
-    latencies = [
-        (served.output.metrics.last_token_s - served.output.metrics.arrival_s)
-        / served.request.max_tokens
-        for run in runs
-        for served in run.served
-        if served.output is not None and served.output.metrics.last_token_s is not None
-    ]
-    stats = engine.sharing_stats
+    outputs = [output for run in runs for output in complete_outputs(run)]
+    stats, num_tokens = engine.sharing_stats, sum(request.max_tokens for request in requests)
     queried = stats.queried_tokens - before.queried_tokens
     hits = stats.hit_tokens - before.hit_tokens
     return Row(
         "real",
         workload,
         engine.block_size,
-        sum(request.max_tokens for request in requests)
-        / float(np.median([run.wall_s for run in runs])),
-        1e3 * float(np.mean(latencies)),
+        num_tokens / float(np.median([run.wall_s for run in runs])),
+        1e3 * latencies(outputs)["normalised_latency_s"]["mean"],
         waste,
         tables,
         100 * hits / queried if workload == SHARED_PREFIXES else None,
-        engine.core.scheduler.counters.num_preemptions - num_preempted,
+        counters.num_preemptions - num_preempted,
     )
 
 
@@ -264,9 +241,9 @@ def real_row(config: Config, engine: Engine, workload: str) -> Row:
 
 def best_block_sizes(rows: Sequence[Row], tolerance: float = 0.05) -> list[int]:
     """Block sizes whose latency is within `tolerance` of the lowest; rows are of one workload."""
-    latencies = {row.block_size: row.latency_ms for row in rows if row.latency_ms is not None}
-    lowest = min(latencies.values(), default=0.0)
-    return [size for size, latency in latencies.items() if latency <= (1 + tolerance) * lowest]
+    known = {row.block_size: row.latency_ms for row in rows if row.latency_ms is not None}
+    lowest = min(known.values(), default=0.0)
+    return [size for size, latency in known.items() if latency <= (1 + tolerance) * lowest]
 
 
 def plot(groups: dict[tuple[str, str], list[Row]], config: Config) -> None:
@@ -278,24 +255,18 @@ def plot(groups: dict[tuple[str, str], list[Row]], config: Config) -> None:
         "hit_percent": "prompt tokens found in the cache (%)",
     }
     picture, axes = figures.panels(1, len(labels), size=(4, 3.8))
-    sizes = sorted({row.block_size for rows in groups.values() for row in rows})
     for panel, (name, label) in zip(axes[0], labels.items(), strict=True):
         for (kind, workload), rows in groups.items():
+            highest = max(row.tokens_per_s for row in rows) if name == "tokens_per_s" else 1.0
             values = [getattr(row, name) for row in rows]
-            highest = max(values) if name == "tokens_per_s" else 1.0
             points = [
                 (row.block_size, value and value / highest)
                 for row, value in zip(rows, values, strict=True)
             ]
-            figures.lines(
-                panel,
-                {f"{kind}, {workload}": points},
-                {"simulated": "o-", "real": "s--"}[kind],
-                color=f"C{config.workloads.index(workload)}",
-            )
+            style, colour = "o-" if kind == "simulated" else "s--", config.workloads.index(workload)
+            figures.lines(panel, {f"{kind}, {workload}": points}, style, color=f"C{colour}")
         panel.set(xlabel="block size (tokens)", ylabel=label)
-        panel.set_xscale("log", base=2)
-        panel.set_xticks(sizes, list(map(str, sizes)))
+        figures.powers_of_two(panel, (row.block_size for rows in groups.values() for row in rows))
         if name == "latency_ms":
             panel.set_yscale("log")
         else:
@@ -309,11 +280,9 @@ def main(config: Config) -> None:
     if "real" in config.runs:
         measure = partial(real_rows, config)
         by_size = grid(measure, config.real_block_size, config, unit="block size")
-        rows += [row for rows in by_size for row in rows]
-    groups = {
-        key: sorted((row for row in rows if row[:2] == key), key=attrgetter("block_size"))
-        for key in dict.fromkeys((row.run, row.workload) for row in rows)
-    }
+        rows += chain.from_iterable(by_size)
+    keys = dict.fromkeys((row.run, row.workload) for row in rows)
+    groups = {key: sorted(row for row in rows if row[:2] == key) for key in keys}
     best = [
         {
             "run": kind,
@@ -324,8 +293,7 @@ def main(config: Config) -> None:
         for (kind, workload), group in groups.items()
     ]
     report("Block sizes", rows, config, best=best)
-    values = [list(row.values()) for row in best]
-    print_table("Within 5 % of the lowest latency", list(best[0]), values)
+    print_rows("Within 5 % of the lowest latency", best)
     plot(groups, config)
 
 

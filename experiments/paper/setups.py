@@ -48,20 +48,15 @@ class Setup:
         return self.num_gpus * self.gpu.memory_bytes
 
     @property
-    def table_share(self) -> float:
-        """Share of the GPUs' memory that weights and KV take, by the row's own figures."""
-        return (self.model.weight_bytes + self.kv_gib * GIB) / self.memory_bytes
-
-    @property
     def share(self) -> float:
         """Share of the GPUs' memory for weights and KV, taken as a property of the kind of GPU.
 
-        It is the `table_share` of the first row with that GPU; the others follow from it. The
-        `table_share` of OPT-66B's row is too small: that row says 21 GB, in which 9.6K slots fit,
-        and 9.7K slots, which take 21.3 GiB. The 21.35 GiB that follow from OPT-13B's row agree with
-        both.
+        It is that of the first row with that GPU, by the row's own figures; the others follow.
+        OPT-66B's own would be too small: its row says 21 GB, in which 9.6K slots fit, and 9.7K
+        slots, which take 21.3 GiB. The 21.35 GiB that follow from OPT-13B's row agree with both.
         """
-        return next(s for s in SETUPS.values() if s.gpu == self.gpu).table_share
+        first = next(setup for setup in SETUPS.values() if setup.gpu == self.gpu)
+        return (first.model.weight_bytes + first.kv_gib * GIB) / first.memory_bytes
 
     @property
     def kv_bytes(self) -> int:

@@ -6,11 +6,11 @@ from functools import partial
 from typing import Any
 
 import numpy as np
-from matplotlib.axes import Axes
 
 from experiments.lib import figures
 from experiments.lib.experiment import grid
 from experiments.lib.options import SimulationOptions, option
+from experiments.lib.reporting import write_csv
 from experiments.paper.requests import poisson_requests
 from experiments.paper.setups import ORCA, SYSTEMS, Deployment, chosen_systems
 from paged_jax.sampling_params import SamplingParams
@@ -22,9 +22,7 @@ from paged_jax.workloads import WorkloadRequest
 class SystemOptions(SimulationOptions):
     """Options of a comparison of systems."""
 
-    systems: tuple[str, ...] = option(
-        (*ORCA, "paged"), "These systems are compared.", choices=SYSTEMS
-    )
+    systems: tuple[str, ...] = option((*ORCA, "paged"), "Systems to compare.", choices=SYSTEMS)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,9 +30,7 @@ class SearchOptions(SystemOptions):
     """Options of a comparison of the rates that systems sustain."""
 
     objective_s: float = option(
-        0.1,
-        "A rate is sustained if the mean latency per output token is at most this (s).",
-        least=1e-3,
+        0.1, "A rate is sustained up to this mean latency per output token (s).", least=1e-3
     )
 
 
@@ -81,12 +77,10 @@ class Load:
         Only a run to the end has a mean latency that does not leave out the requests that wait
         longest; only one that is cut has averages of the time at that rate alone.
         """
-        system = SYSTEMS[self.system]
+        system, caches = SYSTEMS[self.system], self.enable_prefix_caching
         return simulate(
             self.requests(rate),
-            system.config(
-                self.deployment, self.block_size, enable_prefix_caching=self.enable_prefix_caching
-            ),
+            system.config(self.deployment, self.block_size, enable_prefix_caching=caches),
             system.cost(self.deployment),
             params=self.params,
             horizon_s=self.duration_s if cut else None,
@@ -153,6 +147,7 @@ class Sustained:
     load: Load
     rate: float | None  # requests/s; None: it does not, however slowly requests come
     points: list[Point]  # all runs of the search, by rate
+    gain: float | None = None  # paging's rate over it; None where one has no rate
 
     @property
     def point(self) -> Point | None:
@@ -219,13 +214,12 @@ def find_panels(
     loads.sort(key=lambda load: (load.lengths != "alpaca", load.system != "paged"))
     searches = grid(find, loads, config, unit="system", processes=config.processes)
     found = dict(zip(loads, searches, strict=True))
+    for compared in panels.values():
+        paged = next((found[load].rate for load in compared if load.system == "paged"), None)
+        for load in compared:
+            if paged and (rate := found[load].rate):
+                found[load] = replace(found[load], gain=paged / rate)
     return {panel: [found[load] for load in compared] for panel, compared in panels.items()}
-
-
-def gains(compared: Sequence[Sustained]) -> list[float | None]:
-    """Paging's rate over that of each system; None where one has no rate."""
-    paged = next((found.rate for found in compared if found.load.system == "paged"), None)
-    return [paged / found.rate if paged and found.rate else None for found in compared]
 
 
 # Curves of latency against rate
@@ -233,11 +227,19 @@ def gains(compared: Sequence[Sustained]) -> list[float | None]:
 SHOWN_LATENCY_S = 1.0  # of the vertical axes, as the paper's
 
 
-def curve_rows(
-    panels: Mapping[Panel, Sequence[Sustained]], names: Sequence[str]
-) -> list[dict[str, Any]]:
-    """All runs of all searches, by rate; `names` name the values of a panel's key."""
-    return [
+def save_curves(
+    panels: Mapping[Panel, Sequence[Sustained]],
+    out_dir: str,
+    figure_name: str,
+    *,
+    names: Sequence[str],
+    columns: int,
+) -> None:
+    """All runs of all searches, by rate: curves.csv, and a figure in rows of so many `columns`.
+
+    names: of the values of a panel's key.
+    """
+    rows = [
         {
             **dict(zip(names, panel, strict=True)),
             "system": found.load.system,
@@ -250,29 +252,19 @@ def curve_rows(
         for found in compared
         for point in found.points
     ]
-
-
-def plot_curves(
-    panels: Mapping[str, Sequence[Sustained]], out_dir: str, name: str, *, columns: int
-) -> None:
-    """A panel for each title, in rows of so many `columns`."""
+    write_csv(out_dir, "curves.csv", rows)
     figure, axes = figures.panels(-(-len(panels) // columns), columns)
-    for panel, (title, compared) in zip(axes.flat, panels.items(), strict=True):
-        plot_panel(panel, compared)
-        panel.set_title(title, fontsize=10)
-    for panel in axes[:, 0]:
-        panel.set_ylabel("normalised latency (s/token)")
+    for each, (panel, compared) in zip(axes.flat, panels.items(), strict=True):
+        for found in compared:
+            system = SYSTEMS[found.load.system]
+            points = [(point.rate, point.normalised_latency_s) for point in found.points]
+            colour = f"C{list(SYSTEMS).index(system.name)}"  # always that of the system
+            figures.lines(each, {system.label: points}, color=colour)
+        highest = max((found.rate or 0.0 for found in compared), default=0.0)
+        each.set(xlim=(0, 1.3 * (highest or 1.0)), ylim=(0, SHOWN_LATENCY_S))
+        each.set_xlabel("request rate (requests/s)")
+        each.set_title(", ".join(map(str, panel)), fontsize=10)
+    for each in axes[:, 0]:
+        each.set_ylabel("normalised latency (s/token)")
     axes[0, 0].legend(fontsize=8)
-    figures.save(figure, out_dir, name)
-
-
-def plot_panel(axes: Axes, compared: Sequence[Sustained]) -> None:
-    """A line for each system, always in the same colour."""
-    for found in compared:
-        system = SYSTEMS[found.load.system]
-        points = [(point.rate, point.normalised_latency_s) for point in found.points]
-        colour = f"C{list(SYSTEMS).index(system.name)}"
-        figures.lines(axes, {system.label: points}, color=colour)
-    highest = max((found.rate or 0.0 for found in compared), default=0.0)
-    axes.set(xlim=(0, 1.3 * (highest or 1.0)), ylim=(0, SHOWN_LATENCY_S))
-    axes.set_xlabel("request rate (requests/s)")
+    figures.save(figure, out_dir, figure_name)

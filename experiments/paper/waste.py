@@ -1,12 +1,13 @@
 """Where a pool's KV slots go over a run, in the categories of the paper's Figure 2."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.patches import Patch
 
+from experiments.lib.serving_figures import batch_size
 from paged_jax.observability.observer import IterationStats
 
 CATEGORIES = ("token_states", "reserved", "internal", "external", "free")
@@ -51,18 +52,18 @@ def waste_of(iterations: Sequence[IterationStats]) -> Waste:
             "raise the rate or the number of requests"
         )
 
-    def mean(values: Sequence[float]) -> float:
-        return float(np.average(values, weights=seconds))
+    def mean(values: Iterable[float]) -> float:
+        return float(np.average(list(values), weights=seconds))
 
+    batch = mean(map(batch_size, waited))
+    kept = mean(stats.usage.token_states + stats.usage.reserved for stats in waited)
     shares = {
-        name: 100 * mean([stats.usage.shares()[name] for stats in waited]) for name in CATEGORIES
+        name: 100 * mean(stats.usage.shares()[name] for stats in waited) for name in CATEGORIES
     }
-    batch_size = mean([stats.num_decodes + stats.num_prefill_seqs for stats in waited])
-    kept = mean([stats.usage.token_states + stats.usage.reserved for stats in waited])
     return Waste(
         **shares,
-        batch_size=batch_size,
-        tokens_to_come=kept / batch_size,
+        batch_size=batch,
+        tokens_to_come=kept / batch,
         waited_percent=100 * sum(seconds) / sum(stats.wall_s for stats in iterations),
     )
 
