@@ -18,11 +18,11 @@ Expect a minute with --quick (the first 1,000 requests) and ten without on a CPU
 of memory. --out_dir gets results.json, results.csv and prefix_hit_rate.png.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
 from math import gcd
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from experiments.lib import figures
 from experiments.lib.claims import Claim, Results
