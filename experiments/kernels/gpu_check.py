@@ -23,6 +23,7 @@ import time
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import product
 from pathlib import Path
 
 from experiments.kernels import sanitizer
@@ -72,13 +73,8 @@ def start(worker: Worker, report: Report, config: Config) -> Settings:
             f"JAX's device is a {platform}; --dry_run is for a CPU, and only for it"
             + (f"; {missing}" if missing else "")
         )
-    return Settings(
-        device=facts["device_kind"],
-        copy_gb_per_s=facts["copy_gb_per_s"],
-        seconds=config.seconds,
-        interpret=config.dry_run,
-        seed=config.seed,
-    )
+    device, copy_gb_per_s = facts["device_kind"], facts["copy_gb_per_s"]
+    return Settings(device, copy_gb_per_s, config.seconds, config.dry_run, config.seed)
 
 
 def run_checks(
@@ -112,16 +108,15 @@ def run_checks(
 
 def run_sanitizer(command: str, report: Report, deadline: float) -> None:
     """Run each of the sanitizer's tools over each of our kernels, while there is time."""
-    for tool in sanitizer.TOOLS:
-        for implementation in OURS:
-            left = deadline - time.monotonic()
-            if left < LEAST_S:
-                report.not_run.append(f"compute-sanitizer {tool}: {implementation}")
-                continue
-            row = sanitizer.run(command, tool, implementation, FIRST_SPECS[0].name, left)
-            report.sanitizer.append(row)
-            report.write()
-            print(f"compute-sanitizer {tool}, {implementation}: {row['verdict']}", flush=True)
+    for tool, implementation in product(sanitizer.TOOLS, OURS):
+        left = deadline - time.monotonic()
+        if left < LEAST_S:
+            report.not_run.append(f"compute-sanitizer {tool}: {implementation}")
+            continue
+        row = sanitizer.run(command, tool, implementation, FIRST_SPECS[0].name, left)
+        report.sanitizer.append(row)
+        report.write()
+        print(f"compute-sanitizer {tool}, {implementation}: {row['verdict']}", flush=True)
 
 
 def main(config: Config) -> int:

@@ -49,6 +49,11 @@ class Row(NamedTuple):
     verdict: str = "right"  # or "wrong", "refused" or "failed", and why
 
     @property
+    def same_case(self) -> tuple[object, ...]:
+        """Equal for rows of one implementation that do the same work, in blocks of one size."""
+        return self.implementation, self.block_size, self.same_inputs
+
+    @property
     def same_inputs(self) -> tuple[object, ...]:
         """Equal for rows that do the same work."""
         return self.geometry, self.batch, self.context, self.queries, self.dtype

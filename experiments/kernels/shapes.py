@@ -29,6 +29,8 @@ GEOMETRIES = {
     "opt-13b": Geometry(40, 40, 128),
     "smollm2": Geometry(9, 3, 64),
 }
+GEOMETRY_HELP = f"Heads of attention: {', '.join(GEOMETRIES)}, or query heads/KV heads/head size."
+DTYPES = ("float32", "bfloat16", "float16")
 
 
 def parse_geometry(text: str) -> Geometry:
@@ -116,7 +118,8 @@ def random_inputs(shape: Shape, seed: int) -> Inputs:
 
     # The devices' own generator is the fastest.
     rows = jax.random.split(jax.random.key(seed, impl="rbg"), shape.batch)
-    return Inputs(*jax.lax.map(row, rows), jnp.full(shape.batch, shape.context, jnp.int32))
+    q, k, v = jax.lax.map(row, rows)
+    return Inputs(q, k, v, jnp.full(shape.batch, shape.context, jnp.int32))
 
 
 @partial(jax.jit, static_argnames=("shape", "cache_head_size"))

@@ -57,7 +57,6 @@ def prepared(config: RealEngineOptions) -> RealEngine:
 
 
 def measure(number: int, config: Config) -> list[Measured]:
-    """A round by its number."""
     return measure_round(prepared(config), config.seed + number)
 
 
@@ -106,7 +105,6 @@ def calibration_workloads(
 
 
 def facts(measured: Sequence[Measured]) -> dict[str, Any]:
-    """How much was measured."""
     return {"iterations": len(measured), "seconds": sum(seconds for _, seconds in measured)}
 
 
@@ -142,28 +140,22 @@ def main(config: Config) -> None:
     measured = [each for one_round in rounds for each in one_round]
     cost = CalibratedCost.fit(measured, real.buckets)
     residuals = cost.residuals(measured)
+    found: dict[str, Any] = {"measured": facts(measured), "residuals": asdict(residuals)}
     cost.save(
         Path(config.out_dir) / "calibration.json",
         model=real.engine.config.name,
         clock=config.clock,
-        measured=facts(measured),
-        residuals=asdict(residuals),
         environment=environment(),
+        **found,
     )
     counts = Counter(name for work, _ in measured for name in cost.buckets.features(work))
     cases = [
-        {"term": name, "iterations": counts[name], "ms": 1e3 * seconds}
-        for name, seconds in sorted(cost.seconds.items(), key=lambda item: _order(item[0]))
+        {"term": name, "iterations": counts[name], "ms": 1e3 * cost.seconds[name]}
+        for name in sorted(cost.seconds, key=_order)
     ]
     errors = held_out(rounds, real.buckets)
-    report(
-        "Time of an iteration: the sum of",
-        cases,
-        config,
-        measured=facts(measured),
-        residuals=residuals,
-        held_out_median_percent=errors,
-    )
+    title = "Time of an iteration: the sum of"
+    report(title, cases, config, **found, held_out_median_percent=errors)
     print(
         f"{residuals.num_iterations} iterations: predictions are off by "
         f"{100 * residuals.median_absolute:.1f} % in the median, "

@@ -22,11 +22,11 @@ arrivals. Expect two minutes with --quick and 20 without on two CPU cores. --out
 results.json, results.csv, curves.csv and validate_simulator.png.
 """
 
-import statistics
 from collections.abc import Callable, Sequence
 from contextlib import closing
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from itertools import product
+from typing import Any
 
 import numpy as np
 
@@ -78,22 +78,7 @@ class Config(RealEngineOptions):
 GOAL_PERCENT = 10
 
 
-class Case(NamedTuple):
-    """A figure of a workload; `in_goal` is None for a figure without a goal."""
-
-    workload: str
-    figure: str
-    real: float
-    simulated: float
-    difference_percent: float
-    in_goal: bool | None
-
-
-class Round(NamedTuple):
-    """The runs of each workload."""
-
-    real: dict[str, SimulatedRun]
-    simulated: dict[str, SimulatedRun]
+Runs = dict[str, SimulatedRun]  # of each workload
 
 
 def percentile(name: str, percent: float, scale: float = 1.0) -> Callable[[SimulatedRun], float]:
@@ -147,43 +132,50 @@ def first_difference(real: list[tuple[int, ...]], simulated: list[tuple[int, ...
 
 def run_rounds(
     real: RealEngine, requests: list[WorkloadRequest], config: Config
-) -> tuple[list[Round], dict[str, Any]]:
-    """Calibrations and rounds in turn; and facts of the measurements."""
+) -> tuple[list[tuple[Runs, Runs]], dict[str, Any]]:
+    """The real and the simulated runs of each round; and facts of the calibrations in between."""
     calibrations = [measure_round(real, config.seed)]
     cost = CalibratedCost.fit(calibrations[0], real.buckets)
     rate = config.load * simulate(requests, real.system, cost).requests_per_s
     poisson = arrive_poisson(requests, rate=rate, seed=config.seed)
     workloads = {"at_once": requests, "poisson": poisson}
-    rounds: list[Round] = []
+    rounds: list[tuple[Runs, Runs]] = []
     for number in range(config.rounds):
-        real_runs = {name: real.serve(each, name)[0] for name, each in workloads.items()}
+        served = {name: real.serve(each, name)[0] for name, each in workloads.items()}
         calibrations.append(measure_round(real, config.seed + number + 1))
         cost = CalibratedCost.fit(calibrations[-2] + calibrations[-1], real.buckets)
         simulated = {name: simulate(each, real.system, cost) for name, each in workloads.items()}
-        rounds.append(Round(real_runs, simulated))
+        rounds.append((served, simulated))
     measured = [each for calibration in calibrations for each in calibration]
     residuals = CalibratedCost.fit(measured, real.buckets).residuals(measured)
     return rounds, {"rate": rate, "calibration": facts(measured), "residuals": residuals}
 
 
-def compare(rounds: Sequence[Round]) -> list[Case]:
+def compare(rounds: Sequence[tuple[Runs, Runs]]) -> list[dict[str, Any]]:
     """Medians over the rounds of each figure, and of its difference."""
     cases = []
-    for workload in rounds[0].real:
-        for name, figure in (WITH_GOAL | WITHOUT_GOAL).items():
-            real = [figure(each.real[workload]) for each in rounds]
-            simulated = [figure(each.simulated[workload]) for each in rounds]
-            difference = float(np.median(100 * (np.divide(simulated, real) - 1)))
-            in_goal = abs(difference) <= GOAL_PERCENT if name in WITH_GOAL else None
-            medians = statistics.median(real), statistics.median(simulated)
-            cases.append(Case(workload, name, *medians, difference, in_goal))
+    for workload, (name, figure) in product(rounds[0][0], (WITH_GOAL | WITHOUT_GOAL).items()):
+        pairs = [[figure(runs[workload]) for runs in both] for both in rounds]
+        real, simulated = np.median(pairs, axis=0).tolist()
+        difference = float(np.median([100 * (predicted / was - 1) for was, predicted in pairs]))
+        cases.append(
+            {
+                "workload": workload,
+                "figure": name,
+                "real": real,
+                "simulated": simulated,
+                "difference_percent": difference,
+                # None: the figure has no goal.
+                "in_goal": abs(difference) <= GOAL_PERCENT if name in WITH_GOAL else None,
+            }
+        )
     return cases
 
 
-def plot(last: Round, out_dir: str) -> None:
+def plot(real: Runs, simulated: Runs, out_dir: str) -> None:
     """Batch size and memory over iterations; latencies of the requests that arrived in turn."""
     figure, [axes] = figures.panels(1, 3, size=(5, 4))
-    for label, style, runs in (("real", "-", last.real), ("simulated", "--", last.simulated)):
+    for label, style, runs in (("real", "-", real), ("simulated", "--", simulated)):
         for panel, name in zip(axes, ("batch size", "token states"), strict=False):
             values = [CURVES[name](stats) for stats in runs["at_once"].iterations]
             panel.plot(values, style, label=label)
@@ -211,7 +203,7 @@ def main(config: Config) -> None:
             print(note)
         rounds, measured = run_rounds(real, requests, config)
 
-    pairs = [(curves(r.real["at_once"]), curves(r.simulated["at_once"])) for r in rounds]
+    pairs = [tuple(curves(runs["at_once"]) for runs in both) for both in rounds]
     differences = [first_difference(*pair) for pair in pairs]
     cases = compare(rounds)
     report(
@@ -220,7 +212,7 @@ def main(config: Config) -> None:
         config,
         curves_equal=[difference is None for difference in differences],
         num_iterations=len(pairs[0][0]),
-        num_preemptions=rounds[0].real["at_once"].num_preemptions,
+        num_preemptions=rounds[0][0]["at_once"].num_preemptions,
         goal_percent=GOAL_PERCENT,
         **measured,
     )
@@ -230,18 +222,16 @@ def main(config: Config) -> None:
         for number, row in enumerate(own)
     ]
     write_csv(config.out_dir, "curves.csv", rows)
-    plot(rounds[-1], config.out_dir)
+    plot(*rounds[-1], config.out_dir)
     for number, difference in enumerate(differences):
-        preemptions = rounds[number].real["at_once"].num_preemptions
+        preemptions = rounds[number][0]["at_once"].num_preemptions
         print(
             f"round {number}, all at once: {len(pairs[number][0])} iterations, {preemptions} "
             f"preemptions: {difference or 'batches and memory are the same in each'}"
         )
-    missed = [case for case in cases if case.in_goal is False]
-    print(
-        f"figures with a goal: {sum(case.in_goal is True for case in cases)} within "
-        f"{GOAL_PERCENT} %, {len(missed)} not"
-    )
+    met = [case["in_goal"] for case in cases if case["in_goal"] is not None]
+    within = f"{sum(met)} within {GOAL_PERCENT} %"
+    print(f"figures with a goal: {within}, {len(met) - sum(met)} not")
 
 
 def claims(results: dict[str, Any]) -> list[Claim]:
