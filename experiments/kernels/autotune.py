@@ -7,14 +7,15 @@ The search starts at the tuning that the kernel would choose. It varies groups o
 turn, every combination of a group, until none is faster. Each candidate runs in a process that is
 killed when it takes too long; its values are compared with float32 attention before it is timed.
 The fastest is then timed once more beside the present choice, for longer, and its entry is written
-where it is faster by --least_gain. Times of GPUs that are not here are not guessed: without one,
---dry_run shows the search in the interpreter, on whose times nothing depends, and writes no entry.
+where it is faster by --least_gain. A kernel without a table (triton) gets no entry: its rule is in
+its file. Without a GPU, --dry_run shows the search in the interpreter, and writes no entry.
 
-A kernel without a table (triton) gets no entry: its rule is in its file. --out_dir gets
-results.json and results.csv with a row for each candidate, and candidates.jsonl as they come.
+--out_dir gets results.json and results.csv with a row for each candidate, and candidates.jsonl as
+they come.
 """
 
 import dataclasses
+import functools
 import json
 import math
 import time
@@ -23,8 +24,6 @@ from dataclasses import asdict, dataclass
 from itertools import product
 from pathlib import Path
 from typing import Any
-
-import jax.numpy as jnp
 
 from experiments.kernels.gpu_plan import MEASURE, spoils_process
 from experiments.kernels.measure import facts_from
@@ -71,17 +70,12 @@ def search[T](start: T, measure: Callable[[T], float]) -> T:
 
     `measure` gives seconds, or infinity for a tuning that does not work.
     """
-    times = {start: measure(start)}
-    best = start
-    while True:
+    best, before, seconds = start, None, functools.cache(measure)
+    while best != before:
         before = best
         for group in GROUPS:
-            for candidate in neighbours(best, group):
-                if candidate not in times:
-                    times[candidate] = measure(candidate)
-            best = min(times, key=lambda candidate: times[candidate])
-        if best == before:
-            return best
+            best = min((best, *neighbours(best, group)), key=seconds)
+    return best
 
 
 def write_entry(path: Path, key: str, entry: Mapping[str, int]) -> None:

@@ -7,11 +7,9 @@
 An implementation is a name in the op's registry or a module that holds one. Each case runs in a
 process that is killed when it takes too long, so that a kernel that waits forever is one bad row.
 
-values    Fresh random inputs against float64: NaN stands in all that must not be read, and table
-          entries beyond a context lead nowhere. The seed is printed; --seed repeats a run. Without
-          a GPU, kernels run in Pallas' interpreter, which also reports races and accesses out of
-          bounds. The tolerance follows from the rounding that the dtypes allow
-          (pallas_kernels/lab/tolerances.py).
+values    Fresh random inputs against float64, to the rounding that the dtypes allow; NaN stands in
+          all that must not be read. The seed is printed; --seed repeats a run. Without a GPU,
+          kernels run in Pallas' interpreter, which also reports races and accesses out of bounds.
 lowering  Each target's lowering of shapes of real models. With the `aot` extra, also the machine
           code: registers, spills, shared memory, how many programs fit on a core, instructions.
 
@@ -113,9 +111,9 @@ def run_tasks(todo: list[Task], config: Config, interpret: bool) -> list[worker.
     on_host = [task for task in todo if task.kind != "values" or interpret]
     outcomes: dict[Task, worker.Outcome] = {}
     # One process at a time has the GPU.
-    groups = ((on_device, 1, {}), (on_host, config.workers, {"JAX_PLATFORMS": "cpu"}))
+    on_cpu = {"JAX_PLATFORMS": "cpu"}
     with tqdm(total=len(todo), unit="case") as bar:
-        for own, num_workers, env in groups:
+        for own, num_workers, env in ((on_device, 1, None), (on_host, config.workers, on_cpu)):
             calls = [(CHECKS[task.kind], task.arguments) for task in own]
             ended = worker.run_all(calls, config.timeout_s, num_workers=num_workers, env=env)
             for index, outcome in ended:

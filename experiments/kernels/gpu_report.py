@@ -33,7 +33,11 @@ class Goal(NamedTuple):
     met: bool | None
 
 
-MEETS = {">=": operator.ge, "<=": operator.le}
+def goal(kernel: str, what: str, sign: str, bound: float, measured: float | None) -> Goal:
+    """The goal that a figure is at least (>=) or at most (<=) a bound."""
+    meets = operator.ge if sign == ">=" else operator.le
+    met = None if measured is None else meets(measured, bound)
+    return Goal(kernel, what, f"{sign} {bound:g}", measured, met)
 
 
 def goals(rows: Sequence[Row]) -> Iterator[Goal]:
@@ -52,21 +56,12 @@ def goals(rows: Sequence[Row]) -> Iterator[Goal]:
         return None
 
     for name in OURS:
-        figures = [
-            (
-                f"of copy bandwidth, batch {shape.batch}, context {shape.context}",
-                *(">=", least, find(name, shape).copy_fraction),
-            )
-            for shape, least in ((FULL_BATCH, 0.85), (LONG_CONTEXT, 0.6))
-        ]
-        figures += [
-            (f"time / {BASELINE}", "<=", 1.05, over(name, BASELINE)),
-            ("time of jax_paged / time", ">=", 1.3, over("jax_paged", name)),
-            ("time / cudnn_paged", "<=", 1.05, over(name, "cudnn_paged")),
-        ]
-        for what, sign, bound, measured in figures:
-            met = None if measured is None else MEETS[sign](measured, bound)
-            yield Goal(name, what, f"{sign} {bound:g}", measured, met)
+        for shape, least in ((FULL_BATCH, 0.85), (LONG_CONTEXT, 0.6)):
+            what = f"of copy bandwidth, batch {shape.batch}, context {shape.context}"
+            yield goal(name, what, ">=", least, find(name, shape).copy_fraction)
+        yield goal(name, f"time / {BASELINE}", "<=", 1.05, over(name, BASELINE))
+        yield goal(name, "time of jax_paged / time", ">=", 1.3, over("jax_paged", name))
+        yield goal(name, "time / cudnn_paged", "<=", 1.05, over(name, "cudnn_paged"))
 
 
 Table = tuple[str, list[str], list[list[Any]]]  # title, columns, rows
@@ -135,13 +130,12 @@ class Report:
     def tables(self) -> Iterator[Table]:
         yield _table("Goals", [goal._asdict() for goal in goals(self.latency)])
         yield from tables(with_ratios(self.latency, BASELINE))
-        faults = [{"check": what, "verdict": why} for what, why in self.faults()]
-        more = {
-            "Values against float64": list(self._values_by_implementation()),
-            "compute-sanitizer": self.sanitizer,
-            "Faults": faults,
-        }
-        yield from (_table(title, rows) for title, rows in more.items() if rows)
+        if self.values:
+            yield _table("Values against float64", list(self._values_by_implementation()))
+        if self.sanitizer:
+            yield _table("compute-sanitizer", self.sanitizer)
+        if faults := self.faults():
+            yield _table("Faults", [{"check": what, "verdict": why} for what, why in faults])
 
     def faults(self) -> list[tuple[str, str]]:
         """(check, verdict) of all that is wrong, failed, hung or crashed."""
@@ -153,10 +147,8 @@ class Report:
         return [(check, verdict) for check, verdict in found if is_fault(verdict)]
 
     def _values_by_implementation(self) -> Iterator[dict[str, Any]]:
-        groups: dict[tuple[str, str], list[ValueRow]] = {}
-        for row in self.values:
-            groups.setdefault((row.op, row.implementation), []).append(row)
-        for (op, implementation), rows in groups.items():
+        for op, implementation in dict.fromkeys(row[:2] for row in self.values):
+            rows = [row for row in self.values if row[:2] == (op, implementation)]
             verdicts = [row.verdict.split(":")[0] for row in rows]
             shares = [row.error / row.tolerance for row in rows if row.error and row.tolerance]
             yield {

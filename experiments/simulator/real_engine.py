@@ -60,14 +60,10 @@ class RealEngineOptions(Options):
     model: str = option("smollm2", "The model's name or path.")
     block_size: int = engine_option("block_size")
     num_blocks: int | None = engine_option("num_blocks")
-    max_num_seqs: int = option(
-        16, "Sequences that run at a time are at most this many.", quick=8, least=1
-    )
+    max_num_seqs: int = option(16, "So many sequences run at a time.", quick=8, least=1)
     max_num_batched_tokens: int = engine_option("max_num_batched_tokens")
     max_model_len: int = engine_option("max_model_len", 1024)
-    clock: str = option(
-        "wall", "Time is wall time, or CPU time of all threads, on a busy machine.", choices=CLOCKS
-    )
+    clock: str = option("wall", "Time passes, or is CPU time of all threads.", choices=CLOCKS)
 
     def make_engine(self) -> "RealEngine":
         """The engine that the options describe."""

@@ -12,13 +12,13 @@ Two workloads of the same requests:
     poisson   they arrive at --load of the rate that the engine sustains, so that step times
               decide, too
 
-The simulator's step times are calibrated on this machine, on other workloads (`python -m
-experiments.simulator.calibrate` shows that alone), before and after each round, so that a machine
-that grows faster or slower does not count. Throughput and latencies are compared in each round; the
-table has the medians over rounds of the figures and of their differences.
+The simulator's step times are calibrated on this machine, on other workloads (as
+experiments.simulator.calibrate does), before and after each round, so that a machine that grows
+faster or slower does not count. The table has medians over the rounds of throughput, of latencies
+and of their differences. The machine should have nothing else to do; --clock=cpu counts CPU time
+instead, also between arrivals.
 
-The machine should have nothing else to do; --clock=cpu counts CPU time instead, also between
-arrivals. Expect two minutes with --quick and 20 without on two CPU cores. --out_dir gets
+Expect two minutes with --quick and 20 without on two CPU cores. --out_dir gets
 results.json, results.csv, curves.csv and validate_simulator.png.
 """
 
@@ -57,20 +57,12 @@ class Config(RealEngineOptions):
     lengths: str = option(
         "sharegpt", "Requests have these lengths.", quick="alpaca", choices=PUBLISHED_LENGTHS
     )
-    load: float = option(
-        0.7, "Poisson arrivals have this part of the rate that is served at once.", least=0.01
-    )
+    load: float = option(0.7, "Poisson arrivals have this part of the served rate.", least=0.01)
     num_blocks: int | None = option(
-        300,
-        "The pool has so many blocks: too few for all sequences that may run.",
-        quick=40,
-        least=1,
+        300, "The pool has so many blocks: too few for all sequences.", quick=40, least=1
     )
     max_model_len: int = option(
-        1024,
-        "A prompt and its output have at most so many tokens. Longer requests are left out.",
-        quick=512,
-        least=1,
+        1024, "Requests of more tokens, with their output, are left out.", quick=512, least=1
     )
     out_dir: str = option("out/validate_simulator", "Folder for the results.")
 
