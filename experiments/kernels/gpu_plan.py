@@ -1,8 +1,8 @@
 """The checks to run on a GPU that is there for minutes, in order of importance.
 
 First whether each kernel computes the right numbers, on a few cases; then the shapes that have a
-target; then a sample of all geometries, the figures of the paper, all other cases. A check is
-called in the process that has the GPU, and becomes a row of the report.
+target; then a sample of all geometries, the paper's figures 18a and 18b, all other cases. A check
+is called in the process that has the GPU, and becomes a row of the report.
 """
 
 from collections.abc import Iterator, Sequence

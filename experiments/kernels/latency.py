@@ -6,14 +6,13 @@
     python -m experiments.kernels.latency --geometry=32/8/128,opt-13b --impl=mosaic_gpu,cudnn_paged
 
 One step's attention of a single layer, all rows at the same context length, over blocks at random
-places; --queries is for prefills. Every output is compared with float32 attention before anything
-is timed. Beside the implementations of paged attention stand `contiguous` (the same kernel body
-over contiguous caches), `xla_contiguous` (two plain products), `jax_paged` (JAX's own kernel),
-`cudnn_paged` and `cudnn_contiguous`. A kernel that does not run here is a row that says why.
+places. Every output is compared with float32 attention before anything is timed. Beside the
+implementations of paged attention stand the baselines of `experiments/kernels/baselines.py`:
+`contiguous`, `xla_contiguous`, `cudnn_contiguous`, `jax_paged` and `cudnn_paged`. A kernel that
+does not run here is a row that says why.
 
 GB/s counts the keys and values of the contexts, once each; copy_fraction divides it by the copy
-bandwidth measured in the same run. ratio is the time over the contiguous baseline's: the paper's
-kernel took 1.20 to 1.26 of FasterTransformer's (batch 8 and 32, context 64 to 256).
+bandwidth measured in the same run; ratio is the time over the baseline's.
 
 Expect a table in about a minute on two CPU cores. --out_dir gets results.json, results.csv and
 latency.png. Exit code 1: a kernel was wrong or failed.
@@ -49,8 +48,7 @@ DEFAULTS: dict[str, tuple[Any, Any]] = {
     "context": ((64, 256, 1024), (64, 256, 4096)),
 }
 
-# Figure 18a: the paper's kernel over FasterTransformer's contiguous one (batch 8 and 32, context
-# 64 to 256).
+# Figure 18a: the paper's kernel over FasterTransformer's, at batch 8 and 32, context 64 to 256.
 PAPER_RATIO = (1.20, 1.26)
 
 
@@ -68,21 +66,17 @@ class Config(Options):
     dtype: str = by_device("dtype", "Inputs have this dtype.", choices=DTYPES)
     batch: tuple[int, ...] = by_device("batch", "Batch sizes.", least=1)
     context: tuple[int, ...] = by_device("context", "Context lengths, in tokens.", least=1)
-    block_size: tuple[int, ...] = option(
-        (8, 16, 128), "Block sizes, in tokens.", quick=(16,), least=1
-    )
-    queries: int = option(1, "Queries of each sequence. More than one make a prefill.", least=1)
+    block_size: tuple[int, ...] = option((8, 16, 128), "Tokens of a block.", quick=(16,), least=1)
+    queries: int = option(1, "Queries at a context's end. Several make a prefill.", least=1)
     seconds: float = option(0.3, "Each case is timed for about so long (s).", quick=0.1, least=0)
-    interpret: bool = option(
-        False, "Pallas kernels run in the interpreter, which shows that they run, not how fast."
-    )
+    interpret: bool = option(False, "Pallas kernels run, slowly, in the interpreter.")
     out_dir: str = option("out/kernel_latency", "Folder for the results.")
 
     def resolved(self) -> Self:
         """With the defaults of the device that is here."""
-        kind = jax.default_backend() == "gpu"
+        is_gpu = jax.default_backend() == "gpu"
         missing = [name for name in DEFAULTS if getattr(self, name) is None]
-        return replace(self, **{name: DEFAULTS[name][kind] for name in missing})
+        return replace(self, **{name: DEFAULTS[name][is_gpu] for name in missing})
 
 
 def points(config: Config) -> list[tuple[str, Shape]]:

@@ -50,6 +50,7 @@ class CpuClock(WallClock):
 
 
 CLOCKS: dict[str, type[WallClock]] = {"wall": WallClock, "cpu": CpuClock}
+GREEDY = SamplingParams(temperature=0.0, ignore_eos=True)
 MAX_PREFILL_SEQS = 16
 
 
@@ -63,7 +64,7 @@ class RealEngineOptions(Options):
     max_num_seqs: int = option(16, "So many sequences run at a time.", quick=8, least=1)
     max_num_batched_tokens: int = engine_option("max_num_batched_tokens")
     max_model_len: int = engine_option("max_model_len", 1024)
-    clock: str = option("wall", "Time passes, or is CPU time of all threads.", choices=CLOCKS)
+    clock: str = option("wall", "Time is wall time, or CPU time of all threads.", choices=CLOCKS)
 
     def make_engine(self) -> "RealEngine":
         """The engine that the options describe."""
@@ -128,29 +129,24 @@ class RealEngine:
         before = _counts(engine.core.scheduler)
         upcoming = deque(enumerate(requests))
         outputs: dict[str, RequestOutput] = {}
-        times: list[tuple[float, float]] = []  # of each iteration: start, seconds
         self._recorder.take()
         start = clock()
-        bar_options: dict[str, Any] = {"unit": "request", "leave": False}
-        is_hidden = description is None
-        with tqdm(total=len(requests), desc=description, disable=is_hidden, **bar_options) as bar:
+        shown: dict[str, Any] = {"desc": description, "unit": "request", "leave": False}
+        with tqdm(total=len(requests), disable=description is None, **shown) as bar:
             while upcoming or engine.has_work:
                 begin = clock()
                 while upcoming and start + upcoming[0][1].arrival_s <= begin:
                     number, request = upcoming.popleft()
-                    engine.add_request(
-                        str(number),
-                        request.prompt_token_ids,
-                        SamplingParams(
-                            temperature=0.0, max_tokens=request.max_tokens, ignore_eos=True
-                        ),
-                        arrival_time=start + request.arrival_s,
-                    )
+                    params = replace(GREEDY, max_tokens=request.max_tokens)
+                    arrival_s = start + request.arrival_s
+                    prompt = request.prompt_token_ids
+                    engine.add_request(str(number), prompt, params, arrival_time=arrival_s)
                 if engine.has_work:
                     ended = engine.step()
                     outputs |= {output.request_id: output for output in ended}
                     bar.update(len(ended))
-                    times.append((begin - start, clock() - begin))
+                    times: dict[str, Any] = {"start_s": begin - start, "wall_s": clock() - begin}
+                    iterations[-1] = replace(iterations[-1], **times)
                 else:
                     clock.idle_until(start + upcoming[0][1].arrival_s)
         counts = _counts(engine.core.scheduler)
@@ -159,15 +155,12 @@ class RealEngine:
                 _outcome(request, outputs[str(number)], start)
                 for number, request in enumerate(requests)
             ],
-            iterations=[
-                replace(stats, start_s=start_s, wall_s=seconds)
-                for stats, (start_s, seconds) in zip(iterations, times, strict=True)
-            ],
+            iterations=iterations,
             duration_s=clock() - start,
             sharing=engine.sharing_stats,
             **{name: count - before[name] for name, count in counts.items()},
         )
-        seconds = [each for _, each in times]
+        seconds = [stats.wall_s for stats in iterations]
         return run, list(zip(self._recorder.take(), seconds, strict=True))
 
     def close(self) -> None:
