@@ -7,14 +7,15 @@ The search starts at the tuning that the kernel would choose. It varies groups o
 turn, every combination of a group, until none is faster. Each candidate runs in a process that is
 killed when it takes too long; its values are compared with float32 attention before it is timed.
 The fastest is then timed once more beside the present choice, for longer, and its entry is written
-where it is faster by --least_gain. Times of GPUs that are not here are not guessed: without one,
---dry_run shows the search in the interpreter, on whose times nothing depends, and writes no entry.
+where it is faster by --least_gain. A kernel without a table (triton) gets no entry: its rule is in
+its file. Without a GPU, --dry_run shows the search in the interpreter, and writes no entry.
 
-A kernel without a table (triton) gets no entry: its rule is in its file. --out_dir gets
-results.json and results.csv with a row for each candidate, and candidates.jsonl as they come.
+--out_dir gets results.json and results.csv with a row for each candidate, and candidates.jsonl as
+they come.
 """
 
 import dataclasses
+import functools
 import json
 import math
 import time
@@ -24,22 +25,14 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
-import jax.numpy as jnp
-
-from experiments.kernels.gpu_plan import spoils_process
+from experiments.kernels.gpu_plan import MEASURE, spoils_process
 from experiments.kernels.measure import facts_from
-from experiments.kernels.shapes import GEOMETRIES, Shape, parse_geometry
+from experiments.kernels.shapes import DTYPES, GEOMETRY_HELP, Shape, parse_geometry
 from experiments.lib.experiment import run
 from experiments.lib.options import Options, option
 from experiments.lib.reporting import write_jsonl, write_results
-from pallas_kernels.lab.worker import Outcome, Worker
-from pallas_kernels.paged_attention import (
-    IMPLEMENTATIONS,
-    AttentionOptions,
-    Call,
-    cache_head_size,
-    refusal,
-)
+from pallas_kernels.lab.worker import Worker
+from pallas_kernels.paged_attention import IMPLEMENTATIONS, Call, cache_head_size, refusal
 from pallas_kernels.paged_attention.mosaic_gpu import tuning
 from pallas_kernels.targets import Target
 
@@ -78,17 +71,12 @@ def search[T](start: T, measure: Callable[[T], float]) -> T:
 
     `measure` gives seconds, or infinity for a tuning that does not work.
     """
-    times = {start: measure(start)}
-    best = start
-    while True:
+    best, before, seconds = start, None, functools.cache(measure)
+    while best != before:
         before = best
         for group in GROUPS:
-            for candidate in neighbours(best, group):
-                if candidate not in times:
-                    times[candidate] = measure(candidate)
-            best = min(times, key=lambda candidate: times[candidate])
-        if best == before:
-            return best
+            best = min((best, *neighbours(best, group)), key=seconds)
+    return best
 
 
 def write_entry(path: Path, key: str, entry: Mapping[str, int]) -> None:
@@ -101,16 +89,11 @@ def write_entry(path: Path, key: str, entry: Mapping[str, int]) -> None:
 @dataclass(frozen=True, kw_only=True)
 class Config(Options):
     impl: str = option("mosaic_gpu", "This kernel is tuned.")
-    geometry: str = option(
-        "llama3-8b",
-        f"Heads of attention: {', '.join(GEOMETRIES)}, or query heads/KV heads/head size.",
-    )
+    geometry: str = option("llama3-8b", GEOMETRY_HELP)
     batch: int = option(64, "So many sequences attend.", least=1)
     context: int = option(4096, "Each sequence has so many tokens.", least=1)
     block_size: int = option(16, "A block has so many tokens.", least=1)
-    dtype: str = option(
-        "bfloat16", "All arrays have this dtype.", choices=("bfloat16", "float16", "float32")
-    )
+    dtype: str = option("bfloat16", "All arrays have this dtype.", choices=DTYPES)
     table: str = option(str(TABLE), "The table that gets the entry.")
     least_gain: float = option(0.01, "An entry has to save at least this part of the time.")
     seconds: float = option(0.05, "A candidate is timed for so long (s).", least=0)
@@ -132,14 +115,9 @@ class Tuner:
 
     def call(self, candidate: Any | None = None) -> Call:
         """The call that the kernel gets with this tuning."""
-        shape, (Hq, Hk, D) = self.shape, self.shape.geometry
-        options = AttentionOptions(D**-0.5, interpret=self.config.dry_run, tuning=candidate)
-        M = shape.blocks_per_row
-        return Call(
-            *(shape.batch, 1, Hq, Hk, cache_head_size(self.config.impl, D)),
-            *(shape.block_size, shape.batch * M, M, jnp.dtype(shape.dtype)),
-            *(options, self.facts["target"]),
-        )
+        width = cache_head_size(self.config.impl, self.shape.geometry.head_size)
+        options = {"interpret": self.config.dry_run, "tuning": candidate}
+        return self.shape.call(self.facts["target"], width, **options)
 
     def seconds(self, candidate: Any) -> float:
         """A call's time; infinity where the candidate does not work, or the search's time is up."""
@@ -149,36 +127,30 @@ class Tuner:
 
     def measure(self, candidate: Any, seconds: float) -> float:
         """Time a candidate for about `seconds`."""
-        impl, interpret = self.config.impl, self.config.dry_run
-        if reason := refusal(impl, self.call(candidate)):
-            return self._enter(candidate, Outcome("raised", reason=f"refused: {reason}"))
-        arguments = (
-            *(impl, self.shape, self.facts["copy_gb_per_s"], seconds, interpret, candidate),
-            self.config.seed,
-        )
-        outcome = self.worker.call(
-            "experiments.kernels.measure:measure", arguments, self.config.check_limit_s
-        )
-        if spoils_process(f"{outcome.status}: {outcome.reason}"):
-            self.worker.close()
-        return self._enter(candidate, outcome)
-
-    def _enter(self, candidate: Any, outcome: Outcome) -> float:
-        row = outcome.value
-        time_us = row.time_us if row is not None else None
-        verdict = row.verdict if row is not None else outcome.reason or outcome.status
+        config, time_us = self.config, None
+        if reason := refusal(config.impl, self.call(candidate)):
+            verdict = f"refused: {reason}"
+        else:
+            arguments = (
+                *(config.impl, self.shape, self.facts["copy_gb_per_s"], seconds, config.dry_run),
+                *(candidate, config.seed),
+            )
+            outcome = self.worker.call(MEASURE, arguments, config.check_limit_s)
+            verdict = outcome.reason or outcome.status
+            if outcome.value is not None:
+                time_us, verdict = outcome.value.time_us, outcome.value.verdict
+            elif spoils_process(f"{outcome.status}: {outcome.reason}"):
+                self.worker.close()
         self.rows.append({**asdict(candidate), "time_us": time_us, "verdict": verdict})
-        write_jsonl(self.config.out_dir, "candidates.jsonl", self.rows)
+        write_jsonl(config.out_dir, "candidates.jsonl", self.rows)
         figure = "no time" if time_us is None else f"{time_us:.1f} µs"
         print(f"{figure}, {candidate}: {verdict}", flush=True)
         return math.inf if time_us is None else 1e-6 * time_us
 
 
 def main(config: Config) -> None:
-    shape = Shape(
-        parse_geometry(config.geometry),
-        *(config.batch, config.context, config.block_size, config.dtype),
-    )
+    geometry = parse_geometry(config.geometry)
+    shape = Shape(geometry, config.batch, config.context, config.block_size, config.dtype)
     module = IMPLEMENTATIONS.module(config.impl)
     if not hasattr(module, "default_tuning"):
         raise ValueError(f"attention {config.impl!r} has nothing to tune")

@@ -21,8 +21,6 @@ from experiments.kernels.timing import Arguments
 from pallas_kernels import targets
 from pallas_kernels.paged_attention import (
     IMPLEMENTATIONS,
-    AttentionOptions,
-    Call,
     Unsupported,
     cache_head_size,
     paged_prefill_attention,
@@ -47,16 +45,15 @@ def attention_for(
 
     `Unsupported` says why it cannot do the shape here, ValueError that there is no such name.
     """
-    scale = 1 / math.sqrt(shape.geometry.head_size)
     if name in BASELINES:
         if shape.queries > 1 and name != "contiguous":
             raise Unsupported(f"{name} is here for decoding, not for {shape.queries} queries")
-        return BASELINES[name](shape, scale, interpret)
+        return BASELINES[name](shape, interpret)
 
     def attend(q: Array, k: Array, v: Array, tables: Array, lens: Array) -> Array:
         return paged_prefill_attention(
             *(q, k, v, tables, lens, lens - shape.queries),
-            scale=scale,
+            scale=shape.scale,
             impl=name,
             interpret=interpret,
             tuning=tuning,
@@ -73,25 +70,24 @@ def check_name(name: str) -> None:
         raise ValueError(f"unknown attention {name!r}; choose of {known}, or name a module")
 
 
-def contiguous(shape: Shape, scale: float, interpret: bool) -> Attention:
+def contiguous(shape: Shape, interpret: bool) -> Attention:
     """The kernel body of `mosaic_gpu`, with the same tuning, over caches ``[B, Hk, L, D]``."""
     from pallas_kernels.paged_attention.mosaic_gpu.contiguous import contiguous_attention
     from pallas_kernels.paged_attention.mosaic_gpu.tuning import default_tuning
 
-    B, T, S, M = shape.batch, shape.queries, shape.block_size, shape.blocks_per_row
-    options = AttentionOptions(scale, interpret=interpret)
-    dtype = jnp.dtype(shape.dtype)
-    call = Call(B, T, *shape.geometry, S, B * M, M, dtype, options, targets.current())
+    call = shape.call(targets.current(), shape.geometry.head_size, interpret=interpret)
     tuning = default_tuning(call)
-    padding = -M * S % math.lcm(S, tuning.block_kv)  # to whole tiles
+    options = dataclasses.replace(call.options, tuning=tuning)
+    S = shape.block_size
+    padding = -shape.blocks_per_row * S % math.lcm(S, tuning.block_kv)  # to whole tiles
 
     def prepare(inputs: Inputs, seed: int) -> Arguments:
         wider = ((0, 0), (0, 0), (0, padding), (0, 0))
         return inputs.q, jnp.pad(inputs.k, wider), jnp.pad(inputs.v, wider), inputs.context_lens
 
     def attend(q: Array, k: Array, v: Array, lens: Array) -> Array:
-        tuned = dataclasses.replace(options, tuning=tuning)
-        return contiguous_attention(q, k, v, lens, lens - T, options=tuned, block_size=S).out
+        starts = lens - shape.queries
+        return contiguous_attention(q, k, v, lens, starts, options=options, block_size=S).out
 
     return Attention(prepare, {"": attend})
 
@@ -109,12 +105,12 @@ def two_products(scale: float, q: Array, k: Array, v: Array, context_lens: Array
     return jnp.einsum("bhgl,bhld->bhgd", weights, v).reshape(q.shape)
 
 
-def xla_contiguous(shape: Shape, scale: float, interpret: bool) -> Attention:
+def xla_contiguous(shape: Shape, interpret: bool) -> Attention:
     """Two plain products over caches ``[B, Hk, L, D]``."""
-    return Attention(lambda inputs, seed: inputs, {"": partial(two_products, scale)})
+    return Attention(lambda inputs, seed: inputs, {"": partial(two_products, shape.scale)})
 
 
-def jax_paged(shape: Shape, scale: float, interpret: bool) -> Attention:
+def jax_paged(shape: Shape, interpret: bool) -> Attention:
     """JAX's own paged attention (Pallas Triton), with its default of 16 splits and with fewer."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)
@@ -125,25 +121,23 @@ def jax_paged(shape: Shape, scale: float, interpret: bool) -> Attention:
 
     def prepare(inputs: Inputs, seed: int) -> Arguments:
         q, k, v, tables, lens = paged(inputs, seed, shape=shape, cache_head_size=D)
-        # The kernel has no scale.
-        return q[:, 0] * scale, k.swapaxes(0, 1), v.swapaxes(0, 1), tables, lens
+        return q[:, 0] * shape.scale, k.swapaxes(0, 1), v.swapaxes(0, 1), tables, lens
 
-    def attend(*arguments: Array, **settings: int) -> Array:
-        out: Array = kernel(*arguments, interpret=interpret, **settings)
+    def attend(*arguments: Array, num_splits: int) -> Array:
+        out: Array = kernel(
+            *arguments,
+            interpret=interpret,
+            k_splits=num_splits,
+            # As many blocks at a time as divide a split, up to the kernel's default of 8.
+            pages_per_compute_block=math.gcd(M // num_splits, 8),
+        )
         return out[:, None]
 
-    variants = {}
-    for k_splits in (16, 4, 1):
-        if M % k_splits == 0:
-            # As many blocks at a time as divide a split, up to its default of 8.
-            blocks = math.gcd(M // k_splits, 8)
-            variants[f"{k_splits} splits"] = partial(
-                attend, k_splits=k_splits, pages_per_compute_block=blocks
-            )
-    return Attention(prepare, variants)
+    counts = [count for count in (16, 4, 1) if M % count == 0]
+    return Attention(prepare, {f"{n} splits": partial(attend, num_splits=n) for n in counts})
 
 
-def cudnn_paged(shape: Shape, scale: float, interpret: bool) -> Attention:
+def cudnn_paged(shape: Shape, interpret: bool) -> Attention:
     """cuDNN's paged attention, as JAX calls it; it takes our layout as it is."""
     cudnn = _cudnn()
     D = shape.geometry.head_size
@@ -155,7 +149,7 @@ def cudnn_paged(shape: Shape, scale: float, interpret: bool) -> Attention:
     def attend(q: Array, k: Array, v: Array, tables: Array, lens: Array) -> Array:
         out = cudnn.paged_attention(
             *(q, k, v, jnp.ones_like(lens), lens, tables, tables),
-            scale=scale,
+            scale=shape.scale,
             mask_type=cudnn.MaskType.PADDING,
             qkv_layout="BNTH",
         )
@@ -164,18 +158,16 @@ def cudnn_paged(shape: Shape, scale: float, interpret: bool) -> Attention:
     return Attention(prepare, {"": attend})
 
 
-def cudnn_contiguous(shape: Shape, scale: float, interpret: bool) -> Attention:
+def cudnn_contiguous(shape: Shape, interpret: bool) -> Attention:
     """cuDNN's attention over contiguous caches, through `jax.nn.dot_product_attention`."""
     _cudnn()
 
     def prepare(inputs: Inputs, seed: int) -> Arguments:
-        q, k, v, lens = inputs
-        return q, k.swapaxes(1, 2), v.swapaxes(1, 2), lens
+        return inputs._replace(k=inputs.k.swapaxes(1, 2), v=inputs.v.swapaxes(1, 2))
 
     def attend(q: Array, k: Array, v: Array, lens: Array) -> Array:
         return jax.nn.dot_product_attention(
             *(q, k, v),
-            scale=scale,
             query_seq_lengths=jnp.ones_like(lens),
             key_value_seq_lengths=lens,
             implementation="cudnn",
@@ -187,12 +179,9 @@ def cudnn_contiguous(shape: Shape, scale: float, interpret: bool) -> Attention:
 # These read caches [B, Hk, L, D]: no block size matters to them.
 CONTIGUOUS = ("contiguous", "xla_contiguous", "cudnn_contiguous")
 
-BASELINES: dict[str, Callable[[Shape, float, bool], Attention]] = {
-    "contiguous": contiguous,
-    "xla_contiguous": xla_contiguous,
-    "cudnn_contiguous": cudnn_contiguous,
-    "jax_paged": jax_paged,
-    "cudnn_paged": cudnn_paged,
+BASELINES: dict[str, Callable[[Shape, bool], Attention]] = {
+    function.__name__: function
+    for function in (contiguous, xla_contiguous, cudnn_contiguous, jax_paged, cudnn_paged)
 }
 
 

@@ -7,16 +7,14 @@
 An implementation is a name in the op's registry or a module that holds one. Each case runs in a
 process that is killed when it takes too long, so that a kernel that waits forever is one bad row.
 
-values    Fresh random inputs against float64: NaN stands in all that must not be read, and table
-          entries beyond a context lead nowhere. The seed is printed; --seed repeats a run. Without
-          a GPU, kernels run in Pallas' interpreter, which also reports races and accesses out of
-          bounds. The tolerance follows from the rounding that the dtypes allow
-          (pallas_kernels/lab/float64.py).
+values    Fresh random inputs against float64, to the rounding that the dtypes allow; NaN stands in
+          all that must not be read. The seed is printed; --seed repeats a run. Without a GPU,
+          kernels run in Pallas' interpreter, which also reports races and accesses out of bounds.
 lowering  Each target's lowering of shapes of real models. With the `aot` extra, also the machine
           code: registers, spills, shared memory, how many programs fit on a core, instructions.
 
-A kernel may refuse a case with a reason; that is no failure, unless it refuses all of a kind. Exits
-with 1 when anything failed. Expect less than a minute on two CPU cores. --out_dir gets results.json
+A kernel may refuse a case with a reason; that is no failure, unless it refuses all of a kind. Exit
+code 1: something failed. Expect less than a minute on two CPU cores. --out_dir gets results.json
 and results.csv with a row for each case.
 """
 
@@ -25,7 +23,8 @@ import secrets
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from typing import Any
+from itertools import product
+from typing import Any, NamedTuple, cast
 
 import jax
 import numpy as np
@@ -71,8 +70,7 @@ class Config(Options):
     out_dir: str = option("out/kernel_check", "Folder for the results.")
 
 
-@dataclass(frozen=True)
-class Task:
+class Task(NamedTuple):
     """One check of one case, and the device that it runs on or the GPU that it is for."""
 
     kind: str  # of `CHECKS`
@@ -85,20 +83,21 @@ class Task:
 def tasks(config: Config, device: str, interpret: bool) -> list[Task]:
     """All that the options ask for; ValueError if that is nothing."""
     lab, compile = lab_of(config.op), aot.is_available()
-    seeds = np.random.SeedSequence(config.seed).generate_state(len(lab.VALUE_SPECS))
-    found: list[Task] = []
-    for impl in config.impl:
-        if "values" in config.checks:
-            found += [
-                Task("values", impl, spec, device, (impl, spec, int(seed), interpret, config.op))
-                for spec, seed in zip(lab.VALUE_SPECS, seeds, strict=True)
-            ]
-        if "lowering" in config.checks:
-            found += [
-                Task("lowering", impl, spec, target, (impl, spec, target, compile, config.op))
-                for spec in lab.COMPILE_SPECS
-                for target in config.target
-            ]
+    seeds = np.random.SeedSequence(config.seed).generate_state(len(lab.VALUE_SPECS)).tolist()
+    values = [
+        (spec, device, (seed, interpret)) for spec, seed in zip(lab.VALUE_SPECS, seeds, strict=True)
+    ]
+    lowerings = [
+        (spec, target, (target, compile))
+        for spec, target in product(lab.COMPILE_SPECS, config.target)
+    ]
+    found = [
+        Task(kind, impl, spec, where, (impl, spec, *options, config.op))
+        for impl in config.impl
+        for kind, cases in (("values", values), ("lowering", lowerings))
+        if kind in config.checks
+        for spec, where, options in cases
+    ]
     chosen = [task for task in found if config.case in task.spec.name]
     if not chosen:
         names = dict.fromkeys(task.spec.name for task in found)
@@ -111,12 +110,10 @@ def run_tasks(todo: list[Task], config: Config, interpret: bool) -> list[worker.
     on_device = [task for task in todo if task.kind == "values" and not interpret]
     on_host = [task for task in todo if task.kind != "values" or interpret]
     outcomes: dict[Task, worker.Outcome] = {}
+    # One process at a time has the GPU.
+    on_cpu = {"JAX_PLATFORMS": "cpu"}
     with tqdm(total=len(todo), unit="case") as bar:
-        # One process at a time has the GPU.
-        for own, num_workers, env in (
-            (on_device, 1, {}),
-            (on_host, config.workers, {"JAX_PLATFORMS": "cpu"}),
-        ):
+        for own, num_workers, env in ((on_device, 1, None), (on_host, config.workers, on_cpu)):
             calls = [(CHECKS[task.kind], task.arguments) for task in own]
             ended = worker.run_all(calls, config.timeout_s, num_workers=num_workers, env=env)
             for index, outcome in ended:
@@ -130,8 +127,7 @@ def run_tasks(todo: list[Task], config: Config, interpret: bool) -> list[worker.
 def result_of(outcome: worker.Outcome) -> CheckResult:
     """A check's result, or the verdict on a call that did not return one."""
     if outcome.status == "returned":
-        result: CheckResult = outcome.value
-        return result
+        return cast(CheckResult, outcome.value)
     verdict = "failed" if outcome.status == "raised" else outcome.status
     return CheckResult(verdict, outcome.reason, outcome.details)
 
@@ -156,75 +152,53 @@ def row_of(task: Task, outcome: worker.Outcome) -> Row:
 
 def print_tables(rows: Sequence[Row]) -> None:
     """For each implementation a table of each kind of check."""
-    for impl in dict.fromkeys(row["implementation"] for row in rows):
-        for kind, line_of in (("values", values_line), ("lowering", lowering_line)):
-            own = [row for row in rows if (row["implementation"], row["check"]) == (impl, kind)]
-            if own:
-                where = f" on {own[0]['where']}" if kind == "values" else ""
-                print_rows(f"{impl}: {kind}{where}", map(line_of, own))
+    tables: dict[str, list[Row]] = {}
+    for row in rows:
+        where = f" on {row['where']}" if row["check"] == "values" else ""
+        tables.setdefault(f"{row['implementation']}: {row['check']}{where}", []).append(row)
+    for title, own in tables.items():
+        print_rows(title, map(line_of, own))
     if (reason := aot.missing()) and any(row["check"] == "lowering" for row in rows):
         print(f"no machine code was looked at: {reason}")
 
 
-def values_line(row: Row) -> Row:
-    """The columns of a table of values."""
-    return {
-        **{name: row[name] for name in ("case", "shape", "dtype", "error", "tolerance")},
-        "races": RACES[row["races"]],
-        "s": row["seconds"],
-        "verdict": verdict_of(row),
-    }
-
-
-def lowering_line(row: Row) -> Row:
-    """The columns of a table of lowering."""
+def line_of(row: Row) -> Row:
+    """The columns of a table. Only refusals have their reason here: faults stand below."""
+    verdict = f"refused: {row['reason']}" if row["verdict"] == "refused" else row["verdict"]
+    if row["check"] == "values":
+        shown = {name: row[name] for name in ("case", "shape", "dtype", "error", "tolerance")}
+        return shown | {"races": RACES[row["races"]], "s": row["seconds"], "verdict": verdict}
+    counts = [(row[name], SHORT_NAMES.get(name, name)) for name in ptx.INSTRUCTIONS]
+    instructions = ", ".join(f"{count} {name}" for count, name in counts if count) or None
+    programs = None  # on a core at once, what limits them, and the part of its threads in use
+    if row["occupancy"] is not None:
+        programs = f"{row['programs_per_core']} ({row['limited_by']}), {row['occupancy']:.0%}"
     return {
         "case": row["case"],
         "GPU": row["where"],
-        **{name: row[name] for name in ("registers", "spills")},
+        "registers": row["registers"],
+        "spills": row["spills"],
         "shared memory": row["shared_memory"],
-        "programs per core": occupancy_of(row),
-        "instructions": instructions_of(row),
-        "verdict": verdict_of(row),
+        "programs per core": programs,
+        "instructions": "no Pallas kernel" if row["kernels"] == 0 else instructions,
+        "verdict": verdict,
     }
-
-
-def verdict_of(row: Row) -> str:
-    """The verdict, with the reason of a refusal; faults' reasons stand below the tables."""
-    return f"refused: {row['reason']}" if row["verdict"] == "refused" else row["verdict"]
-
-
-def occupancy_of(row: Row) -> str | None:
-    """Programs that a core runs at once, what limits them, the part of its threads in use."""
-    if row["occupancy"] is None:
-        return None
-    return f"{row['programs_per_core']} ({row['limited_by']}), {row['occupancy']:.0%}"
-
-
-def instructions_of(row: Row) -> str | None:
-    """The kernel's instructions, as "80 mma.sync, 4 TMA"; None if they are not known."""
-    if row["kernels"] == 0:
-        return "no Pallas kernel"
-    counts = [(row[name], SHORT_NAMES.get(name, name)) for name in ptx.INSTRUCTIONS]
-    return ", ".join(f"{count} {name}" for count, name in counts if count) or None
 
 
 def faults(rows: Sequence[Row], details: Sequence[str]) -> list[dict[str, str]]:
     """The faults that make the run fail, each in a line; `details` has the details of each row."""
-    found = []
-    for row, detail in zip(rows, details, strict=True):
-        if row["verdict"] not in GOOD:
-            where = f"{row['implementation']}, {row['case']}, {row['where']}"
-            fault = f"{where}: {row['verdict']}: {row['reason']}"
-            found.append({"fault": fault, "details": detail})
+    found = [
+        ("{implementation}, {case}, {where}: {verdict}: {reason}".format_map(row), detail)
+        for row, detail in zip(rows, details, strict=True)
+        if row["verdict"] not in GOOD
+    ]
     for impl in dict.fromkeys(row["implementation"] for row in rows):
         own = [row for row in rows if row["implementation"] == impl]
         # A GPU may lack what a kernel needs, so all lowering may be refused, but not all values.
         values = [row for row in own if row["check"] == "values"]
         if {row["verdict"] for row in values or own} == {"refused"}:
-            fault = f"{impl}: every case is refused, so nothing was checked"
-            found.append({"fault": fault, "details": ""})
-    return found
+            found.append((f"{impl}: every case is refused, so nothing was checked", ""))
+    return [{"fault": fault, "details": detail} for fault, detail in found]
 
 
 def print_faults(found: Sequence[dict[str, str]]) -> None:

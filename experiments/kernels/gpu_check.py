@@ -5,12 +5,10 @@
     scripts/gpu_check.sh --dry_run           without a GPU: the same on tiny shapes, interpreted
 
 For a machine that is there for a few minutes, with a JAX of its own and nothing installed. It runs
-what matters most first: each kernel against float64, then the shapes that have a target, then other
-geometries, batches and contexts, the paper's figures 18a and 18b, all other cases of the lab, and
-NVIDIA's compute-sanitizer where there is one. After every check results.json and table.md in
---out_dir are written anew; at the time limit, or when it is stopped, they have all that was found.
-One process at a time has the GPU: a kernel that hangs, fails or takes it down costs its own check
-alone, and after three of these its implementation is left out.
+what matters most first (`gpu_plan`), and last NVIDIA's compute-sanitizer where there is one. After
+every check results.json and table.md in --out_dir are written anew: at the time limit, or when it
+is stopped, they have all that was found. One process at a time has the GPU: a kernel that hangs,
+fails or takes it down costs its own check alone, and after three its implementation is left out.
 
 Exit code 1: something was wrong, failed, hung or crashed. Checks for which no time was left are
 listed, and are no fault.
@@ -23,6 +21,7 @@ import time
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import product
 from pathlib import Path
 
 from experiments.kernels import sanitizer
@@ -67,18 +66,11 @@ def start(worker: Worker, report: Report, config: Config) -> Settings:
     report.facts = {**facts, "seed": config.seed, "argv": sys.argv[1:]}
     platform = facts["device_platform"]
     if (platform == "gpu") == config.dry_run:
-        missing = "" if platform == "gpu" else extras.missing_for_gpu()
-        raise ValueError(
-            f"JAX's device is a {platform}; --dry_run is for a CPU, and only for it"
-            + (f"; {missing}" if missing else "")
-        )
-    return Settings(
-        device=facts["device_kind"],
-        copy_gb_per_s=facts["copy_gb_per_s"],
-        seconds=config.seconds,
-        interpret=config.dry_run,
-        seed=config.seed,
-    )
+        wrong = f"JAX's device is a {platform}; --dry_run is for a CPU, and only for it"
+        missing = None if platform == "gpu" else extras.missing_for_gpu()
+        raise ValueError(f"{wrong}; {missing}" if missing else wrong)
+    device, copy_gb_per_s = facts["device_kind"], facts["copy_gb_per_s"]
+    return Settings(device, copy_gb_per_s, config.seconds, config.dry_run, config.seed)
 
 
 def run_checks(
@@ -112,16 +104,15 @@ def run_checks(
 
 def run_sanitizer(command: str, report: Report, deadline: float) -> None:
     """Run each of the sanitizer's tools over each of our kernels, while there is time."""
-    for tool in sanitizer.TOOLS:
-        for implementation in OURS:
-            left = deadline - time.monotonic()
-            if left < LEAST_S:
-                report.not_run.append(f"compute-sanitizer {tool}: {implementation}")
-                continue
-            row = sanitizer.run(command, tool, implementation, FIRST_SPECS[0].name, left)
-            report.sanitizer.append(row)
-            report.write()
-            print(f"compute-sanitizer {tool}, {implementation}: {row['verdict']}", flush=True)
+    for tool, implementation in product(sanitizer.TOOLS, OURS):
+        left = deadline - time.monotonic()
+        if left < LEAST_S:
+            report.not_run.append(f"compute-sanitizer {tool}: {implementation}")
+            continue
+        row = sanitizer.run(command, tool, implementation, FIRST_SPECS[0].name, left)
+        report.sanitizer.append(row)
+        report.write()
+        print(f"compute-sanitizer {tool}, {implementation}: {row['verdict']}", flush=True)
 
 
 def main(config: Config) -> int:

@@ -1,8 +1,8 @@
 """The checks to run on a GPU that is there for minutes, in order of importance.
 
 First whether each kernel computes the right numbers, on a few cases; then the shapes that have a
-target; then a sample of all geometries, the figures of the paper, all other cases. A check is
-called in the process that has the GPU, and becomes a row of the report.
+target; then a sample of all geometries, the paper's figures 18a and 18b, all other cases. A check
+is called in the process that has the GPU, and becomes a row of the report.
 """
 
 from collections.abc import Iterator, Sequence
@@ -18,6 +18,7 @@ from pallas_kernels.lab.worker import Outcome
 # Checks
 
 Call = tuple[str, tuple[Any, ...]]  # for a worker
+MEASURE = "experiments.kernels.measure:measure"
 
 # Verdicts that start with these words are no faults.
 FINE = ("pass", "right", "refused", "skipped")
@@ -64,21 +65,16 @@ class ValueCheck:
         return "pallas_kernels.lab.checks:check_random_values", args
 
     def row(self, outcome: Outcome, settings: Settings) -> ValueRow:
-        result = outcome.value
-        status, reason = (
-            (result.verdict, result.reason) if result else (outcome.status, outcome.reason)
-        )
+        spec, result = self.spec, outcome.value
+        status, reason = outcome.status, outcome.reason
+        if result:
+            status, reason = result.verdict, result.reason
         return ValueRow(
-            self.op,
-            self.implementation,
-            self.spec.name,
-            self.spec.shape,
-            self.spec.dtype,
-            settings.device,
-            result and result.error,
-            result and result.tolerance,
-            outcome.seconds,
-            f"{status}: {reason}" if reason else status,
+            *(self.op, self.implementation, spec.name, spec.shape, spec.dtype, settings.device),
+            error=result and result.error,
+            tolerance=result and result.tolerance,
+            seconds=outcome.seconds,
+            verdict=f"{status}: {reason}" if reason else status,
         )
 
 
@@ -95,14 +91,11 @@ class LatencyCheck:
     def call(self, settings: Settings) -> Call:
         _, copy_gb_per_s, seconds, interpret, _ = settings
         args = (self.implementation, self.shape, copy_gb_per_s, seconds, interpret)
-        return "experiments.kernels.measure:measure", args
+        return MEASURE, args
 
     def row(self, outcome: Outcome, settings: Settings) -> Row:
-        if outcome.value is not None:
-            row: Row = outcome.value
-            return row
         verdict = f"{outcome.status}: {outcome.reason}"
-        return empty_row(self.implementation, self.shape, settings.device, verdict)
+        return outcome.value or empty_row(self.implementation, self.shape, settings.device, verdict)
 
 
 Check = ValueCheck | LatencyCheck

@@ -3,8 +3,9 @@
 Tracebacks, and the last words of processes that crashed, are appended to faults.log.
 """
 
+import operator
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -17,7 +18,7 @@ from experiments.kernels.gpu_plan import (
     ValueRow,
     is_fault,
 )
-from experiments.kernels.measure import Row, tables, with_ratios
+from experiments.kernels.measure import Row, empty_row, tables, with_ratios
 from experiments.kernels.shapes import Shape
 from experiments.lib.reporting import markdown_table, print_table, write_json
 
@@ -31,44 +32,36 @@ class Goal(NamedTuple):
     measured: float | None
     met: bool | None
 
-    @classmethod
-    def of(cls, kernel: str, what: str, sign: str, bound: float, measured: float | None) -> "Goal":
-        """The goal that a figure is at least (>=) or at most (<=) a bound."""
-        met = None
-        if measured is not None:
-            met = measured >= bound if sign == ">=" else measured <= bound
-        return cls(kernel, what, f"{sign} {bound:g}", measured, met)
+
+def goal(kernel: str, what: str, sign: str, bound: float, measured: float | None) -> Goal:
+    """The goal that a figure is at least (>=) or at most (<=) a bound."""
+    meets = operator.ge if sign == ">=" else operator.le
+    met = None if measured is None else meets(measured, bound)
+    return Goal(kernel, what, f"{sign} {bound:g}", measured, met)
 
 
 def goals(rows: Sequence[Row]) -> Iterator[Goal]:
     """The goals of each of our kernels."""
 
-    def find(name: str, shape: Shape) -> Row | None:
-        return next((r for r in rows if r.implementation == name and _is_of(r, shape)), None)
-
-    def copy_fraction(name: str, shape: Shape) -> float | None:
-        row = find(name, shape)
-        return row and row.copy_fraction
+    def find(name: str, shape: Shape) -> Row:
+        """The kernel's row at a shape, or an empty one."""
+        missing = empty_row(name, shape, "", "not run")
+        return next((row for row in rows if row.same_case == missing.same_case), missing)
 
     def over(name: str, other: str) -> float | None:
         """Time of one over that of the other, if both were taken in the same way."""
         mine, theirs = find(name, FULL_BATCH), find(other, FULL_BATCH)
-        if mine and theirs and mine.time_us and theirs.time_us and mine.method == theirs.method:
+        if mine.time_us and theirs.time_us and mine.method == theirs.method:
             return mine.time_us / theirs.time_us
         return None
 
     for name in OURS:
         for shape, least in ((FULL_BATCH, 0.85), (LONG_CONTEXT, 0.6)):
             what = f"of copy bandwidth, batch {shape.batch}, context {shape.context}"
-            yield Goal.of(name, what, ">=", least, copy_fraction(name, shape))
-        yield Goal.of(name, f"time / {BASELINE}", "<=", 1.05, over(name, BASELINE))
-        yield Goal.of(name, "time of jax_paged / time", ">=", 1.3, over("jax_paged", name))
-        yield Goal.of(name, "time / cudnn_paged", "<=", 1.05, over(name, "cudnn_paged"))
-
-
-def _is_of(row: Row, shape: Shape) -> bool:
-    wanted = (str(shape.geometry), shape.batch, shape.context, shape.queries, shape.dtype)
-    return row.same_inputs == wanted and row.block_size in (None, shape.block_size)
+            yield goal(name, what, ">=", least, find(name, shape).copy_fraction)
+        yield goal(name, f"time / {BASELINE}", "<=", 1.05, over(name, BASELINE))
+        yield goal(name, "time of jax_paged / time", ">=", 1.3, over("jax_paged", name))
+        yield goal(name, "time / cudnn_paged", "<=", 1.05, over(name, "cudnn_paged"))
 
 
 Table = tuple[str, list[str], list[list[Any]]]  # title, columns, rows
@@ -114,10 +107,11 @@ class Report:
             os.replace(self.out_dir / f"{name}.new", self.out_dir / name)
 
     def markdown(self) -> str:
-        parts = [f"{self.summary()}\n"]
-        for title, columns, rows in self.tables():
-            parts.append(f"### {title}\n\n{markdown_table(columns, rows)}")
-        return "\n".join(parts)
+        parts = (
+            f"### {title}\n\n{markdown_table(columns, rows)}"
+            for title, columns, rows in self.tables()
+        )
+        return "\n".join((f"{self.summary()}\n", *parts))
 
     def print(self) -> None:
         """Print the tables; the most important comes last, where a cut log still has it."""
@@ -134,14 +128,14 @@ class Report:
         )
 
     def tables(self) -> Iterator[Table]:
-        yield _table("Goals", (goal._asdict() for goal in goals(self.latency)))
+        yield _table("Goals", [goal._asdict() for goal in goals(self.latency)])
         yield from tables(with_ratios(self.latency, BASELINE))
         if self.values:
-            yield _table("Values against float64", self._values_by_implementation())
+            yield _table("Values against float64", list(self._values_by_implementation()))
         if self.sanitizer:
             yield _table("compute-sanitizer", self.sanitizer)
         if faults := self.faults():
-            yield _table("Faults", ({"check": what, "verdict": why} for what, why in faults))
+            yield _table("Faults", [{"check": what, "verdict": why} for what, why in faults])
 
     def faults(self) -> list[tuple[str, str]]:
         """(check, verdict) of all that is wrong, failed, hung or crashed."""
@@ -153,10 +147,8 @@ class Report:
         return [(check, verdict) for check, verdict in found if is_fault(verdict)]
 
     def _values_by_implementation(self) -> Iterator[dict[str, Any]]:
-        groups: dict[tuple[str, str], list[ValueRow]] = {}
-        for row in self.values:
-            groups.setdefault((row.op, row.implementation), []).append(row)
-        for (op, implementation), rows in groups.items():
+        for op, implementation in dict.fromkeys(row[:2] for row in self.values):
+            rows = [row for row in self.values if row[:2] == (op, implementation)]
             verdicts = [row.verdict.split(":")[0] for row in rows]
             shares = [row.error / row.tolerance for row in rows if row.error and row.tolerance]
             yield {
@@ -169,7 +161,6 @@ class Report:
             }
 
 
-def _table(title: str, rows: Iterable[Mapping[str, Any]]) -> Table:
+def _table(title: str, rows: Sequence[Mapping[str, Any]]) -> Table:
     """A table of rows with the keys of the first."""
-    rows = list(rows)
     return title, list(rows[0]), [list(row.values()) for row in rows]

@@ -6,14 +6,13 @@
     python -m experiments.kernels.latency --geometry=32/8/128,opt-13b --impl=mosaic_gpu,cudnn_paged
 
 One step's attention of a single layer, all rows at the same context length, over blocks at random
-places; --queries is for prefills. Every output is compared with float32 attention before anything
-is timed. Beside the implementations of paged attention stand `contiguous` (the same kernel body
-over contiguous caches), `xla_contiguous` (two plain products), `jax_paged` (JAX's own kernel),
-`cudnn_paged` and `cudnn_contiguous`. A kernel that does not run here is a row that says why.
+places. Every output is compared with float32 attention before anything is timed. Beside the
+implementations of paged attention stand the baselines of `experiments/kernels/baselines.py`:
+`contiguous`, `xla_contiguous`, `cudnn_contiguous`, `jax_paged` and `cudnn_paged`. A kernel that
+does not run here is a row that says why.
 
 GB/s counts the keys and values of the contexts, once each; copy_fraction divides it by the copy
-bandwidth measured in the same run. ratio is the time over the contiguous baseline's: the paper's
-kernel took 1.20 to 1.26 of FasterTransformer's (batch 8 and 32, context 64 to 256).
+bandwidth measured in the same run; ratio is the time over the baseline's.
 
 Expect a table in about a minute on two CPU cores. --out_dir gets results.json, results.csv and
 latency.png. Exit code 1: a kernel was wrong or failed.
@@ -31,7 +30,7 @@ import numpy as np
 from experiments.kernels import timing
 from experiments.kernels.baselines import CONTIGUOUS, check_name
 from experiments.kernels.measure import Row, empty_row, measure, tables, with_ratios
-from experiments.kernels.shapes import GEOMETRIES, Shape, parse_geometry
+from experiments.kernels.shapes import DTYPES, GEOMETRY_HELP, Shape, parse_geometry
 from experiments.lib import figures
 from experiments.lib.claims import Claim, Results
 from experiments.lib.experiment import grid, run
@@ -39,32 +38,23 @@ from experiments.lib.options import Options, option
 from experiments.lib.reporting import print_table, write_results
 from paged_jax import prefer_vector_loops
 
-# What a kind of device measures in about a minute.
-CPU: dict[str, Any] = {
-    "impl": ("xla",),
-    "baseline": "xla_contiguous",
-    "geometry": ("smollm2",),
-    "dtype": "float32",
-    "batch": (8, 32),
-    "context": (64, 256, 1024),
-}
-GPU: dict[str, Any] = {
-    "impl": ("mosaic_gpu", "xla", "jax_paged", "cudnn_paged"),
-    "baseline": "contiguous",
-    "geometry": ("llama3-8b",),
-    "dtype": "bfloat16",
-    "batch": (8, 32, 64),
-    "context": (64, 256, 4096),
+# What a CPU and a GPU measure in about a minute.
+DEFAULTS: dict[str, tuple[Any, Any]] = {
+    "impl": (("xla",), ("mosaic_gpu", "xla", "jax_paged", "cudnn_paged")),
+    "baseline": ("xla_contiguous", "contiguous"),
+    "geometry": (("smollm2",), ("llama3-8b",)),
+    "dtype": ("float32", "bfloat16"),
+    "batch": ((8, 32), (8, 32, 64)),
+    "context": ((64, 256, 1024), (64, 256, 4096)),
 }
 
-# Figure 18a: the paper's kernel over FasterTransformer's contiguous one (batch 8 and 32, context
-# 64 to 256).
+# Figure 18a: the paper's kernel over FasterTransformer's, at batch 8 and 32, context 64 to 256.
 PAPER_RATIO = (1.20, 1.26)
 
 
 def by_device(name: str, text: str, **limits: Any) -> Any:
     """An option with the default of the device's kind, which `Config.resolved` fills in."""
-    cpu, gpu = (",".join(map(str, np.atleast_1d(kind[name]))) for kind in (CPU, GPU))
+    cpu, gpu = (",".join(map(str, np.atleast_1d(default))) for default in DEFAULTS[name])
     return option(None, f"{text} By default {cpu}, on a GPU {gpu}.", **limits)
 
 
@@ -72,33 +62,21 @@ def by_device(name: str, text: str, **limits: Any) -> Any:
 class Config(Options):
     impl: tuple[str, ...] = by_device("impl", "These implementations are measured.")
     baseline: str = by_device("baseline", "Ratios divide by the time of this implementation.")
-    geometry: tuple[str, ...] = by_device(
-        "geometry",
-        f"Heads of attention: {', '.join(GEOMETRIES)}, or query heads/KV heads/head size.",
-    )
-    dtype: str = by_device(
-        "dtype", "Inputs have this dtype.", choices=("float32", "bfloat16", "float16")
-    )
+    geometry: tuple[str, ...] = by_device("geometry", GEOMETRY_HELP)
+    dtype: str = by_device("dtype", "Inputs have this dtype.", choices=DTYPES)
     batch: tuple[int, ...] = by_device("batch", "Batch sizes.", least=1)
     context: tuple[int, ...] = by_device("context", "Context lengths, in tokens.", least=1)
-    block_size: tuple[int, ...] = option(
-        (8, 16, 128), "Block sizes, in tokens.", quick=(16,), least=1
-    )
-    queries: int = option(
-        1, "Queries at the end of each context. More than one make a prefill.", least=1
-    )
+    block_size: tuple[int, ...] = option((8, 16, 128), "Tokens of a block.", quick=(16,), least=1)
+    queries: int = option(1, "Queries at a context's end. Several make a prefill.", least=1)
     seconds: float = option(0.3, "Each case is timed for about so long (s).", quick=0.1, least=0)
-    interpret: bool = option(
-        False, "Pallas kernels run in the interpreter, which shows that they run, not how fast."
-    )
+    interpret: bool = option(False, "Pallas kernels run, slowly, in the interpreter.")
     out_dir: str = option("out/kernel_latency", "Folder for the results.")
 
     def resolved(self) -> Self:
         """With the defaults of the device that is here."""
-        defaults = GPU if jax.default_backend() == "gpu" else CPU
-        return replace(
-            self, **{name: x for name, x in defaults.items() if getattr(self, name) is None}
-        )
+        is_gpu = jax.default_backend() == "gpu"
+        missing = [name for name in DEFAULTS if getattr(self, name) is None]
+        return replace(self, **{name: DEFAULTS[name][is_gpu] for name in missing})
 
 
 def points(config: Config) -> list[tuple[str, Shape]]:
@@ -133,8 +111,7 @@ def measure_point(point: tuple[str, Shape], config: Config) -> Row:
 
 def plot(rows: Sequence[Row], config: Config) -> None:
     """Times over the baseline's against context, and times against block size."""
-    ratios: dict[str, list[tuple[int, float]]] = defaultdict(list)
-    times: dict[str, list[tuple[int, float]]] = defaultdict(list)
+    ratios, times = (defaultdict[str, list[tuple[int, float]]](list) for _ in range(2))
     for row in rows:
         label = f"{row.implementation}, {row.geometry}, batch {row.batch}"
         if row.ratio is not None and row.implementation != config.baseline:
@@ -165,13 +142,8 @@ def main(config: Config) -> int:
     rows = with_ratios(rows, config.baseline)
     for table in tables(rows):
         print_table(*table)
-    write_results(
-        rows,
-        config,
-        copy_gb_per_s=copy_gb_per_s(),
-        baseline=config.baseline,
-        paper_ratio=PAPER_RATIO,
-    )
+    found = {"copy_gb_per_s": copy_gb_per_s(), "baseline": config.baseline}
+    write_results(rows, config, **found, paper_ratio=PAPER_RATIO)
     plot(rows, config)
     return int(any(row.verdict.startswith(("wrong", "failed")) for row in rows))
 

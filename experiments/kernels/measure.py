@@ -1,6 +1,7 @@
 """One row of a latency table: an implementation at a shape, its values checked, then timed."""
 
 from collections.abc import Iterator, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -48,6 +49,11 @@ class Row(NamedTuple):
     verdict: str = "right"  # or "wrong", "refused" or "failed", and why
 
     @property
+    def same_case(self) -> tuple[object, ...]:
+        """Equal for rows of one implementation that do the same work, in blocks of one size."""
+        return self.implementation, self.block_size, self.same_inputs
+
+    @property
     def same_inputs(self) -> tuple[object, ...]:
         """Equal for rows that do the same work."""
         return self.geometry, self.batch, self.context, self.queries, self.dtype
@@ -55,16 +61,10 @@ class Row(NamedTuple):
 
 def empty_row(name: str, shape: Shape, device: str, verdict: str) -> Row:
     """The row of an implementation that was not timed."""
+    block_size = None if name in CONTIGUOUS else shape.block_size
     return Row(
-        name,
-        "",
-        str(shape.geometry),
-        shape.batch,
-        shape.context,
-        shape.queries,
-        None if name in CONTIGUOUS else shape.block_size,
-        shape.dtype,
-        device,
+        *(name, "", str(shape.geometry), shape.batch, shape.context, shape.queries),
+        *(block_size, shape.dtype, device),
         verdict=verdict,
     )
 
@@ -84,37 +84,36 @@ def measure(
     implementation refuses the shape, and where the inputs do not fit into memory; a fault raises.
     `with_ratios` fills in `ratio`.
     """
-    device = jax.devices()[0].device_kind
+    row = partial(empty_row, name, shape, jax.devices()[0].device_kind)
     try:
         attention = attention_for(name, shape, interpret=interpret, tuning=tuning)
         count = timing.num_sets(shape.kv_bytes, _memory_for(shape))
         inputs = random_inputs(shape, seed)
         target = wanted(inputs)
-        sets = []
-        for place in range(count):  # the same numbers at other places
-            own = inputs if place == count - 1 else jax.tree.map(jnp.copy, inputs)
-            sets.append(attention.prepare(own, place))
-        del inputs, own
+        sets = [  # the same numbers at other places; the last set has the inputs themselves
+            attention.prepare(jax.tree.map(jnp.copy, inputs) if place else inputs, place)
+            for place in reversed(range(count))
+        ]
+        del inputs
         errors = {
             settings: relative_error(jax.jit(attend)(*sets[0]), target)
             for settings, attend in attention.variants.items()
         }
     except Unsupported as refusal:
-        return empty_row(name, shape, device, f"refused: {refusal}")
+        return row(f"refused: {refusal}")
     worst = max(errors, key=lambda settings: np.nan_to_num(errors[settings], nan=np.inf))
-    if not errors[worst] <= TOLERANCE[shape.dtype]:
-        reason = f"wrong: relative error {errors[worst]:.2g}, at most {TOLERANCE[shape.dtype]:g}"
-        row = empty_row(name, shape, device, reason)
-        error = errors[worst] if np.isfinite(errors[worst]) else None
-        return row._replace(settings=worst, error=error)
+    error, tolerance = errors[worst], TOLERANCE[shape.dtype]
+    if not error <= tolerance:
+        known = error if np.isfinite(error) else None
+        verdict = f"wrong: relative error {error:.2g}, at most {tolerance:g}"
+        return row(verdict)._replace(settings=worst, error=known)
     times = {
         settings: timing.time_calls(attend, sets, seconds=seconds)
         for settings, attend in attention.variants.items()
     }
-    settings = min(times, key=lambda settings: times[settings].seconds)
-    time = times[settings]
+    settings, time = min(times.items(), key=lambda item: item[1].seconds)
     gb_per_s = 1e-9 * shape.kv_bytes / time.seconds
-    return empty_row(name, shape, device, "right")._replace(
+    return row("right")._replace(
         settings=settings,
         error=errors[settings],
         time_us=1e6 * time.seconds,
@@ -157,15 +156,13 @@ def facts_from(worker: Worker) -> dict[str, Any]:
     outcome = worker.call(f"{__name__}:facts", (), START_LIMIT_S)
     if outcome.value is None:
         raise ValueError(f"JAX does not start: {outcome.reason}\n{outcome.details}")
-    found: dict[str, Any] = outcome.value
-    return found
+    return dict(outcome.value)
 
 
 def with_ratios(rows: Sequence[Row], baseline: str) -> list[Row]:
     """The rows with their time over that of `baseline` on the same inputs by the same method."""
-    bases = {
-        (row.same_inputs, row.method): row.time_us for row in rows if row.implementation == baseline
-    }
+    own = [row for row in rows if row.implementation == baseline]
+    bases = {(row.same_inputs, row.method): row.time_us for row in own}
 
     def ratio(row: Row) -> float | None:
         base = bases.get((row.same_inputs, row.method))
@@ -198,5 +195,4 @@ def tables(rows: Sequence[Row]) -> Iterator[tuple[str, list[str], list[list[Any]
         if row.settings:
             row = row._replace(implementation=f"{row.implementation} ({row.settings})")
         groups.setdefault(title, []).append([getattr(row, field) for field in COLUMNS.values()])
-    for title, cells in groups.items():
-        yield title, list(COLUMNS), cells
+    yield from ((title, list(COLUMNS), cells) for title, cells in groups.items())

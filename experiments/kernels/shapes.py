@@ -1,13 +1,15 @@
 """Shapes of attention to measure, their random inputs, and the output that they must have."""
 
-import math
 from dataclasses import dataclass
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import Array
+
+from pallas_kernels.paged_attention import AttentionOptions, Call
+from pallas_kernels.targets import Target
 
 
 class Geometry(NamedTuple):
@@ -27,6 +29,8 @@ GEOMETRIES = {
     "opt-13b": Geometry(40, 40, 128),
     "smollm2": Geometry(9, 3, 64),
 }
+GEOMETRY_HELP = f"Heads of attention: {', '.join(GEOMETRIES)}, or query heads/KV heads/head size."
+DTYPES = ("float32", "bfloat16", "float16")
 
 
 def parse_geometry(text: str) -> Geometry:
@@ -65,10 +69,23 @@ class Shape:
         return -(-self.context // self.block_size)
 
     @property
+    def scale(self) -> float:
+        return float(self.geometry.head_size**-0.5)
+
+    @property
     def kv_bytes(self) -> int:
         """What attention cannot do without reading: each key and each value of the contexts."""
         width = self.geometry.kv_heads * self.geometry.head_size * jnp.dtype(self.dtype).itemsize
         return 2 * self.batch * self.context * width
+
+    def call(self, target: Target | None, cache_head_size: int, **options: Any) -> Call:
+        """The call of paged attention; `options` are those of `AttentionOptions`."""
+        Hq, Hk, _ = self.geometry
+        return Call(
+            *(self.batch, self.queries, Hq, Hk, cache_head_size, self.block_size),
+            *(self.batch * self.blocks_per_row, self.blocks_per_row, jnp.dtype(self.dtype)),
+            *(AttentionOptions(self.scale, **options), target),
+        )
 
     def __str__(self) -> str:
         queries = f", {self.queries} queries" if self.queries > 1 else ""
@@ -87,27 +104,17 @@ class Inputs(NamedTuple):
     context_lens: Array  # i32[B]
 
 
-class PagedInputs(NamedTuple):
-    """The same in blocks. The blocks of all rows are mixed, and every block belongs to a row."""
-
-    q: Array  # [B, T, Hq, D]
-    k: Array  # [P, Hk, S, D]
-    v: Array  # [P, Hk, S, D]
-    block_tables: Array  # i32[B, M]
-    context_lens: Array  # i32[B]
-
-
 @partial(jax.jit, static_argnames="shape")
 def random_inputs(shape: Shape, seed: int) -> Inputs:
     """Normal numbers, made on the device row by row, which takes little memory beside them."""
     Hq, Hk, D = shape.geometry
     L = shape.blocks_per_row * shape.block_size
 
-    def row(key: Array) -> tuple[Array, Array, Array]:
+    sizes = ((shape.queries, Hq, D), (Hk, L, D), (Hk, L, D))
+
+    def row(key: Array) -> list[Array]:
         keys = jax.random.split(key, 3)
-        sizes = ((shape.queries, Hq, D), (Hk, L, D), (Hk, L, D))
-        q, k, v = map(partial(jax.random.normal, dtype=shape.dtype), keys, sizes)
-        return q, k, v
+        return list(map(partial(jax.random.normal, dtype=shape.dtype), keys, sizes))
 
     # The devices' own generator is the fastest.
     rows = jax.random.split(jax.random.key(seed, impl="rbg"), shape.batch)
@@ -116,8 +123,12 @@ def random_inputs(shape: Shape, seed: int) -> Inputs:
 
 
 @partial(jax.jit, static_argnames=("shape", "cache_head_size"))
-def paged(inputs: Inputs, seed: int, *, shape: Shape, cache_head_size: int) -> PagedInputs:
-    """The inputs in blocks at random places; lanes past the head size are zero, as in an engine."""
+def paged(inputs: Inputs, seed: int, *, shape: Shape, cache_head_size: int) -> tuple[Array, ...]:
+    """The inputs in blocks: q, k and v ``[P, Hk, S, D]``, tables ``i32[B, M]``, context lengths.
+
+    The blocks of all rows are mixed, and every block belongs to a row. Lanes past the head size are
+    zero, as in an engine.
+    """
     _, Hk, D = shape.geometry
     B, M, S = shape.batch, shape.blocks_per_row, shape.block_size
     order = jax.random.permutation(jax.random.key(seed), B * M).astype(jnp.int32)
@@ -127,26 +138,23 @@ def paged(inputs: Inputs, seed: int, *, shape: Shape, cache_head_size: int) -> P
         padding = ((0, 0), (0, 0), (0, 0), (0, cache_head_size - D))
         return jnp.pad(blocks[jnp.argsort(order)], padding)
 
-    return PagedInputs(
-        inputs.q, scatter(inputs.k), scatter(inputs.v), order.reshape(B, M), inputs.context_lens
-    )
+    q, k, v, context_lens = inputs
+    return q, scatter(k), scatter(v), order.reshape(B, M), context_lens
 
 
 @jax.jit
 def wanted(inputs: Inputs) -> Array:
     """f32[B, T, Hq, D]: attention in float32, row by row, products at the highest precision."""
-    B, T, Hq, D = inputs.q.shape
-    _, Hk, L, _ = inputs.k.shape
+    T, L = inputs.q.shape[1], inputs.k.shape[2]
 
     def row(inputs: Inputs) -> Array:
-        q = inputs.q.reshape(T, Hk, Hq // Hk, D).astype(jnp.float32)
+        q, k, v = (x.astype(jnp.float32) for x in inputs[:3])
         positions = inputs.context_lens - T + jnp.arange(T)
         seen = jnp.arange(L) <= positions[:, None]  # [T, L]
-        k, v = (x.astype(jnp.float32) for x in (inputs.k, inputs.v))
         with jax.default_matmul_precision("highest"):
-            scores = jnp.einsum("thgd,hld->hgtl", q, k) / math.sqrt(D)
-            weights = jax.nn.softmax(jnp.where(seen, scores, -jnp.inf), axis=-1)
-            return jnp.einsum("hgtl,hld->thgd", weights, v).reshape(T, Hq, D)
+            return jax.nn.dot_product_attention(
+                *(q, k.swapaxes(0, 1), v.swapaxes(0, 1)), mask=seen[None], implementation="xla"
+            )
 
     return jax.lax.map(row, inputs)
 

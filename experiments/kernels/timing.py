@@ -6,6 +6,8 @@ kernels take: launches and the gaps between kernels do not count. On a CPU, and 
 missing, the host's clock times calls that follow one another.
 """
 
+import contextlib
+import itertools
 import math
 import time
 from collections.abc import Callable, Sequence
@@ -17,6 +19,7 @@ import numpy as np
 
 from pallas_kernels import targets
 
+Function = Callable[..., Any]
 Arguments = tuple[Any, ...]
 
 # Together the sets hold this many times what the caches do.
@@ -63,24 +66,18 @@ def num_sets(bytes_per_call: int, memory: int | None = None) -> int:
     return max(1, min(wanted, fitting, MAX_SETS))
 
 
-def time_calls(
-    function: Callable[..., Any], sets: Sequence[Arguments], *, seconds: float = 0.2
-) -> Timing:
+def time_calls(function: Function, sets: Sequence[Arguments], *, seconds: float = 0.2) -> Timing:
     """Time calls of a function that can be jitted, each with the next of `sets`.
 
     Warms up, then measures for about `seconds`; at least five calls.
     """
     if jax.default_backend() == "gpu":
-        try:
+        with contextlib.suppress(NoProfiler):  # Timing.method tells
             return profiled_calls(function, sets, seconds)
-        except NoProfiler:
-            pass  # Timing.method tells
     return clocked_calls(function, sets, seconds)
 
 
-def profiled_calls(
-    function: Callable[..., Any], sets: Sequence[Arguments], seconds: float
-) -> Timing:
+def profiled_calls(function: Function, sets: Sequence[Arguments], seconds: float) -> Timing:
     """Device time of all kernels of a call; `NoProfiler` where CUPTI does not give it."""
     jitted = jax.jit(function)
     calls = _calls_within(seconds, _warm_up(jitted, sets, seconds / 2))
@@ -97,14 +94,11 @@ def kernel_seconds(run: Callable[[], Any]) -> list[float]:
         # its private part, which has neither limit, these two calls are all there is.
         from jax._src.lib import mosaic_gpu
 
-        extension = mosaic_gpu._mosaic_gpu_ext  # type: ignore[attr-defined]
-        start, stop = extension._cupti_init, extension._cupti_get_timings
-    except (ImportError, AttributeError) as error:
-        raise NoProfiler(f"this JAX has no Mosaic GPU profiler: {error}") from error
-    try:
-        start()
-    except RuntimeError as error:
-        raise NoProfiler(str(error)) from error
+        cupti = mosaic_gpu._mosaic_gpu_ext  # type: ignore[attr-defined]
+        stop = cupti._cupti_get_timings
+        cupti._cupti_init()
+    except (ImportError, AttributeError, RuntimeError) as error:
+        raise NoProfiler(f"this JAX has no Mosaic GPU profiler here: {error}") from error
     try:
         jax.block_until_ready(run())
     finally:
@@ -112,9 +106,7 @@ def kernel_seconds(run: Callable[[], Any]) -> list[float]:
     return [1e-3 * duration for _, duration in milliseconds]
 
 
-def clocked_calls(
-    function: Callable[..., Any], sets: Sequence[Arguments], seconds: float
-) -> Timing:
+def clocked_calls(function: Function, sets: Sequence[Arguments], seconds: float) -> Timing:
     """The host's clock around programs of one or several calls."""
     on_gpu = jax.default_backend() == "gpu"
     # No set is twice in a program, where the second call of two equal ones would be left out.
@@ -123,22 +115,21 @@ def clocked_calls(
         lambda *chosen: [function(*arguments) for arguments in chosen],
         compiler_options=NO_GRAPHS if on_gpu else None,
     )
+    endless = itertools.cycle(sets)
     programs = [
-        tuple(sets[(first + i) % len(sets)] for i in range(per_program))
-        for first in range(0, len(sets), per_program)
+        tuple(itertools.islice(endless, per_program)) for _ in range(0, len(sets), per_program)
     ]
     estimate = _warm_up(jitted, programs, seconds / 2)
     per_sample = max(1, math.ceil(MIN_SAMPLE_SECONDS / estimate)) if on_gpu else 1
     num_samples = _calls_within(seconds, estimate * per_sample)
-    samples, at = [], 0
+    upcoming, samples = itertools.cycle(programs), []
     for _ in range(num_samples):
         start = time.perf_counter()
-        for _ in range(per_sample):
-            output = jitted(*programs[at % len(programs)])
-            at += 1
+        for program in itertools.islice(upcoming, per_sample):
+            output = jitted(*program)
         jax.block_until_ready(output)
         samples.append((time.perf_counter() - start) / (per_sample * per_program))
-    return _timing(samples, at * per_program, "clock")
+    return _timing(samples, num_samples * per_sample * per_program, "clock")
 
 
 def copy_bandwidth() -> float:
@@ -155,7 +146,7 @@ def copy_bandwidth() -> float:
     return 2 * num_bytes / min(kernel, copy)
 
 
-def _warm_up(jitted: Callable[..., Any], sets: Sequence[Arguments], seconds: float) -> float:
+def _warm_up(jitted: Function, sets: Sequence[Arguments], seconds: float) -> float:
     """Compile, then call for `seconds`, three times at least; seconds of a call at its best."""
     jax.block_until_ready(jitted(*sets[0]))
     times: list[float] = []

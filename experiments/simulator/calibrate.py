@@ -5,15 +5,14 @@
     python -m experiments.simulator.calibrate --model=path/to/model --max_num_seqs=32
 
 An engine serves workloads of random lengths in which steps of every size occur. The times of its
-iterations are fitted by least squares: a time for each size that steps are filled up to, and times
-in proportion for contexts, attention in prompts, copies and the host's work
-(`paged_jax/simulation/calibrated.py`). The rounds are fitted together; residuals are also given
-for each round as predicted by the others, which tells fit from noise.
+iterations are fitted by least squares (`paged_jax/simulation/calibrated.py`). The rounds are fitted
+together; residuals are also given for each round as predicted by the others, which tells fit from
+noise. The machine should have nothing else to do; --clock=cpu counts CPU time, which other work
+disturbs less.
 
-The machine should have nothing else to do; --clock=cpu counts CPU time, which other work disturbs
-less. Expect half a minute with --quick and a few minutes without on two CPU cores, and the
-compilation of all steps before that on the first run. --out_dir gets calibration.json, which
-`CalibratedCost.load` reads, results.json, results.csv and calibrate.png.
+Expect half a minute with --quick and a few minutes without on two CPU cores, and the compilation of
+all steps before that on the first run. --out_dir gets calibration.json, which `CalibratedCost.load`
+reads, results.json, results.csv and calibrate.png.
 """
 
 from collections import Counter
@@ -57,7 +56,6 @@ def prepared(config: RealEngineOptions) -> RealEngine:
 
 
 def measure(number: int, config: Config) -> list[Measured]:
-    """A round by its number."""
     return measure_round(prepared(config), config.seed + number)
 
 
@@ -76,10 +74,9 @@ def calibration_workloads(
 ) -> list[list[WorkloadRequest]]:
     """Workloads to be served one after the other, the requests of each all at once.
 
-    For each size of a prefill step there are a prompt that fills it and a prompt that fills it
-    after a chunk of the largest size; for each size of a decode step as many sequences of random
-    lengths; for each size of the step that samples after prompts as many prompts that are computed
-    together.
+    A prefill step of each size is filled by a prompt, and by one after a chunk of the largest size.
+    A decode step of each size gets as many sequences of random lengths, a step that samples after
+    prompts as many prompts that are computed together.
     """
     rng = np.random.default_rng([seed, 0x63616C])
     room = system.max_model_len - OUTPUT_TOKENS[1]
@@ -106,7 +103,6 @@ def calibration_workloads(
 
 
 def facts(measured: Sequence[Measured]) -> dict[str, Any]:
-    """How much was measured."""
     return {"iterations": len(measured), "seconds": sum(seconds for _, seconds in measured)}
 
 
@@ -142,28 +138,22 @@ def main(config: Config) -> None:
     measured = [each for one_round in rounds for each in one_round]
     cost = CalibratedCost.fit(measured, real.buckets)
     residuals = cost.residuals(measured)
+    found: dict[str, Any] = {"measured": facts(measured), "residuals": asdict(residuals)}
     cost.save(
         Path(config.out_dir) / "calibration.json",
         model=real.engine.config.name,
         clock=config.clock,
-        measured=facts(measured),
-        residuals=asdict(residuals),
         environment=environment(),
+        **found,
     )
     counts = Counter(name for work, _ in measured for name in cost.buckets.features(work))
     cases = [
-        {"term": name, "iterations": counts[name], "ms": 1e3 * seconds}
-        for name, seconds in sorted(cost.seconds.items(), key=lambda item: _order(item[0]))
+        {"term": name, "iterations": counts[name], "ms": 1e3 * cost.seconds[name]}
+        for name in sorted(cost.seconds, key=_order)
     ]
     errors = held_out(rounds, real.buckets)
-    report(
-        "Time of an iteration: the sum of",
-        cases,
-        config,
-        measured=facts(measured),
-        residuals=residuals,
-        held_out_median_percent=errors,
-    )
+    title = "Time of an iteration: the sum of"
+    report(title, cases, config, **found, held_out_median_percent=errors)
     print(
         f"{residuals.num_iterations} iterations: predictions are off by "
         f"{100 * residuals.median_absolute:.1f} % in the median, "

@@ -4,7 +4,7 @@ import time
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Any
 
 from tqdm import tqdm
 
@@ -21,27 +21,18 @@ from paged_jax.simulation.run import SimulatedRequest, SimulatedRun, SystemConfi
 from paged_jax.workloads import WorkloadRequest
 
 
-class RunClock(Protocol):
-    """Seconds, and a way to be idle."""
-
-    def __call__(self) -> float:
-        """Now."""
-
-    def idle_until(self, time_s: float) -> None:
-        """Let time pass without work."""
-
-
 class WallClock:
-    """Time as it passes. Whatever else the machine does makes a run longer."""
+    """Seconds as they pass. Whatever else the machine does makes a run longer."""
 
     def __call__(self) -> float:
         return time.perf_counter()
 
     def idle_until(self, time_s: float) -> None:
+        """Let time pass without work."""
         time.sleep(max(0.0, time_s - self()))
 
 
-class CpuClock:
+class CpuClock(WallClock):
     """Time that the process computes, summed over its threads; idle time is skipped.
 
     Runs compare with each other on a machine that is busy with other things.
@@ -57,8 +48,8 @@ class CpuClock:
         self._skipped_s += max(0.0, time_s - self())
 
 
-CLOCKS: dict[str, type[RunClock]] = {"wall": WallClock, "cpu": CpuClock}
-GREEDY = SamplingParams(temperature=0.0)
+CLOCKS: dict[str, type[WallClock]] = {"wall": WallClock, "cpu": CpuClock}
+GREEDY = SamplingParams(temperature=0.0, ignore_eos=True)
 MAX_PREFILL_SEQS = 16
 
 
@@ -69,14 +60,10 @@ class RealEngineOptions(Options):
     model: str = option("smollm2", "The model's name or path.")
     block_size: int = engine_option("block_size")
     num_blocks: int | None = engine_option("num_blocks")
-    max_num_seqs: int = option(
-        16, "Sequences that run at a time are at most this many.", quick=8, least=1
-    )
+    max_num_seqs: int = option(16, "So many sequences run at a time.", quick=8, least=1)
     max_num_batched_tokens: int = engine_option("max_num_batched_tokens")
     max_model_len: int = engine_option("max_model_len", 1024)
-    clock: str = option(
-        "wall", "Time is wall time, or CPU time of all threads, on a busy machine.", choices=CLOCKS
-    )
+    clock: str = option("wall", "Time is wall time, or CPU time of all threads.", choices=CLOCKS)
 
     def make_engine(self) -> "RealEngine":
         """The engine that the options describe."""
@@ -89,21 +76,19 @@ class RealEngine:
     `options` are those of `Engine`. Prefix caching is off: requests share nothing.
     """
 
-    def __init__(self, model: Any, clock: RunClock, *, max_num_seqs: int, **options: Any):
+    def __init__(self, model: Any, clock: WallClock, *, max_num_seqs: int, **options: Any):
         defaults: dict[str, Any] = {
             "max_prefill_seqs": min(MAX_PREFILL_SEQS, max_num_seqs),
             "enable_prefix_caching": False,
             "preemption_mode": "recompute",
+            "pipelined": False,
         }
-        self.engine = Engine(
-            model, max_num_seqs=max_num_seqs, pipelined=False, **defaults | options
-        )
+        self.engine = Engine(model, max_num_seqs=max_num_seqs, **defaults | options)
         self._clock = self.engine.core.clock = clock
         block_size = self.engine.block_size
-        self._recorder = BatchRecorder(
+        self._recorder = self.engine.core.executor = BatchRecorder(
             self.engine.executor, lambda batch: [StepWork.of(batch, block_size)]
         )
-        self.engine.core.executor = self._recorder
 
     @property
     def buckets(self) -> StepBuckets:
@@ -111,20 +96,21 @@ class RealEngine:
         sizes: dict[str, list[int]] = {"decode": [], "prefill": [], "head": []}
         for name in self.engine.executor.lowerings():
             step, size = name.split()
-            if step in sizes:
-                sizes[step].append(int(size))
+            sizes.get(step, []).append(int(size))
         return StepBuckets(**{step: tuple(sorted(found)) for step, found in sizes.items()})
 
     @property
     def system(self) -> SystemConfig:
         """The system that simulates this engine."""
         engine = self.engine
-        simulated: dict[str, Any] = {
-            "num_slots": engine.num_blocks * engine.block_size,
-            "swap_space_blocks": engine.num_swap_blocks,
-            "prefill_sizes": tuple(prefill_buckets(engine.max_num_batched_tokens)),
-        }
-        return SystemConfig(**vars(engine.options) | simulated)
+        return SystemConfig(
+            **vars(engine.options)
+            | {
+                "num_slots": engine.num_blocks * engine.block_size,
+                "swap_space_blocks": engine.num_swap_blocks,
+                "prefill_sizes": tuple(prefill_buckets(engine.max_num_batched_tokens)),
+            }
+        )
 
     def serve(
         self, requests: Sequence[WorkloadRequest], description: str | None = None
@@ -139,51 +125,42 @@ class RealEngine:
         engine, clock = self.engine, self._clock
         iterations: list[IterationStats] = []
         engine.core.on_iteration = iterations.append
-        scheduler = engine.core.scheduler
-        before = _counts(scheduler)
+        before = _counts(engine.core.scheduler)
         upcoming = deque(enumerate(requests))
         outputs: dict[str, RequestOutput] = {}
-        times: list[tuple[float, float]] = []  # of each iteration: start, seconds
         self._recorder.take()
         start = clock()
-        bar_options: dict[str, Any] = {"unit": "request", "leave": False}
-        is_hidden = description is None
-        with tqdm(total=len(requests), desc=description, disable=is_hidden, **bar_options) as bar:
+        shown: dict[str, Any] = {"desc": description, "unit": "request", "leave": False}
+        with tqdm(total=len(requests), disable=description is None, **shown) as bar:
             while upcoming or engine.has_work:
                 begin = clock()
                 while upcoming and start + upcoming[0][1].arrival_s <= begin:
-                    self._add(*upcoming.popleft(), start)
+                    number, request = upcoming.popleft()
+                    params = replace(GREEDY, max_tokens=request.max_tokens)
+                    arrival_s = start + request.arrival_s
+                    prompt = request.prompt_token_ids
+                    engine.add_request(str(number), prompt, params, arrival_time=arrival_s)
                 if engine.has_work:
                     ended = engine.step()
                     outputs |= {output.request_id: output for output in ended}
                     bar.update(len(ended))
-                    times.append((begin - start, clock() - begin))
+                    times: dict[str, Any] = {"start_s": begin - start, "wall_s": clock() - begin}
+                    iterations[-1] = replace(iterations[-1], **times)
                 else:
                     clock.idle_until(start + upcoming[0][1].arrival_s)
+        counts = _counts(engine.core.scheduler)
         run = SimulatedRun(
             requests=[
                 _outcome(request, outputs[str(number)], start)
                 for number, request in enumerate(requests)
             ],
-            iterations=[
-                replace(stats, start_s=start_s, wall_s=seconds)
-                for stats, (start_s, seconds) in zip(iterations, times, strict=True)
-            ],
+            iterations=iterations,
             duration_s=clock() - start,
             sharing=engine.sharing_stats,
-            **{name: count - before[name] for name, count in _counts(scheduler).items()},
+            **{name: count - before[name] for name, count in counts.items()},
         )
-        seconds = [each for _, each in times]
+        seconds = [stats.wall_s for stats in iterations]
         return run, list(zip(self._recorder.take(), seconds, strict=True))
-
-    def _add(self, number: int, request: WorkloadRequest, start_s: float) -> None:
-        params = replace(GREEDY, max_tokens=request.max_tokens, ignore_eos=True)
-        self.engine.add_request(
-            str(number),
-            request.prompt_token_ids,
-            params,
-            arrival_time=start_s + request.arrival_s,
-        )
 
     def close(self) -> None:
         self.engine.close()
@@ -191,13 +168,10 @@ class RealEngine:
 
 def _counts(scheduler: Scheduler) -> dict[str, int]:
     """The scheduler's counts since the engine was made, by the names of `SimulatedRun`."""
-    return {
-        "num_preemptions": scheduler.counters.num_preemptions,
-        "num_preemptions_by_swap": scheduler.counters.num_preemptions_by_swap,
-        "num_recomputed_tokens": scheduler.counters.num_recomputed_tokens,
-        "num_swapped_blocks": scheduler.counters.num_swapped_out_blocks
-        + scheduler.counters.num_swapped_in_blocks,
-    }
+    counters = scheduler.counters
+    names = ("num_preemptions", "num_preemptions_by_swap", "num_recomputed_tokens")
+    num_swapped = counters.num_swapped_out_blocks + counters.num_swapped_in_blocks
+    return {name: getattr(counters, name) for name in names} | {"num_swapped_blocks": num_swapped}
 
 
 def _outcome(request: WorkloadRequest, output: RequestOutput, start_s: float) -> SimulatedRequest:
@@ -205,9 +179,7 @@ def _outcome(request: WorkloadRequest, output: RequestOutput, start_s: float) ->
     assert metrics.first_token_s is not None
     assert metrics.last_token_s is not None
     return SimulatedRequest(
-        arrival_s=request.arrival_s,
-        num_prompt_tokens=request.num_prompt_tokens,
-        max_tokens=request.max_tokens,
+        *(request.arrival_s, request.num_prompt_tokens, request.max_tokens),
         first_token_s=metrics.first_token_s - start_s,
         last_token_s=metrics.last_token_s - start_s,
         num_output_tokens=len(output.outputs[0].token_ids),

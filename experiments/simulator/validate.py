@@ -12,21 +12,21 @@ Two workloads of the same requests:
     poisson   they arrive at --load of the rate that the engine sustains, so that step times
               decide, too
 
-The simulator's step times are calibrated on this machine, on other workloads (`python -m
-experiments.simulator.calibrate` shows that alone), before and after each round, so that a machine
-that grows faster or slower does not count. Throughput and latencies are compared in each round; the
-table has the medians over rounds of the figures and of their differences.
+The simulator's step times are calibrated on this machine, on other workloads (as
+experiments.simulator.calibrate does), before and after each round, so that a machine that grows
+faster or slower does not count. The table has medians over the rounds of throughput, of latencies
+and of their differences. The machine should have nothing else to do; --clock=cpu counts CPU time
+instead, also between arrivals.
 
-The machine should have nothing else to do; --clock=cpu counts CPU time instead, also between
-arrivals. Expect two minutes with --quick and 20 without on two CPU cores. --out_dir gets
+Expect two minutes with --quick and 20 without on two CPU cores. --out_dir gets
 results.json, results.csv, curves.csv and validate_simulator.png.
 """
 
-import statistics
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from itertools import product
+from typing import Any
 
 import numpy as np
 
@@ -56,20 +56,12 @@ class Config(RealEngineOptions):
     lengths: str = option(
         "sharegpt", "Requests have these lengths.", quick="alpaca", choices=PUBLISHED_LENGTHS
     )
-    load: float = option(
-        0.7, "Poisson arrivals have this part of the rate that is served at once.", least=0.01
-    )
+    load: float = option(0.7, "Poisson arrivals have this part of the served rate.", least=0.01)
     num_blocks: int | None = option(
-        300,
-        "The pool has so many blocks: too few for all sequences that may run.",
-        quick=40,
-        least=1,
+        300, "The pool has so many blocks: too few for all sequences.", quick=40, least=1
     )
     max_model_len: int = option(
-        1024,
-        "A prompt and its output have at most so many tokens. Longer requests are left out.",
-        quick=512,
-        least=1,
+        1024, "Requests of more tokens, with their output, are left out.", quick=512, least=1
     )
     out_dir: str = option("out/validate_simulator", "Folder for the results.")
 
@@ -77,22 +69,7 @@ class Config(RealEngineOptions):
 GOAL_PERCENT = 10
 
 
-class Case(NamedTuple):
-    """A figure of a workload; `in_goal` is None for a figure without a goal."""
-
-    workload: str
-    figure: str
-    real: float
-    simulated: float
-    difference_percent: float
-    in_goal: bool | None
-
-
-class Round(NamedTuple):
-    """The runs of each workload."""
-
-    real: dict[str, SimulatedRun]
-    simulated: dict[str, SimulatedRun]
+Runs = dict[str, SimulatedRun]  # of each workload
 
 
 def percentile(name: str, percent: float, scale: float = 1.0) -> Callable[[SimulatedRun], float]:
@@ -146,43 +123,50 @@ def first_difference(real: list[tuple[int, ...]], simulated: list[tuple[int, ...
 
 def run_rounds(
     real: RealEngine, requests: list[WorkloadRequest], config: Config
-) -> tuple[list[Round], dict[str, Any]]:
-    """Calibrations and rounds in turn; and facts of the measurements."""
+) -> tuple[list[tuple[Runs, Runs]], dict[str, Any]]:
+    """The real and the simulated runs of each round; and facts of the calibrations in between."""
     calibrations = [measure_round(real, config.seed)]
     cost = CalibratedCost.fit(calibrations[0], real.buckets)
     rate = config.load * simulate(requests, real.system, cost).requests_per_s
     poisson = arrive_poisson(requests, rate=rate, seed=config.seed)
     workloads = {"at_once": requests, "poisson": poisson}
-    rounds: list[Round] = []
+    rounds: list[tuple[Runs, Runs]] = []
     for number in range(config.rounds):
-        real_runs = {name: real.serve(each, name)[0] for name, each in workloads.items()}
+        served = {name: real.serve(each, name)[0] for name, each in workloads.items()}
         calibrations.append(measure_round(real, config.seed + number + 1))
         cost = CalibratedCost.fit(calibrations[-2] + calibrations[-1], real.buckets)
         simulated = {name: simulate(each, real.system, cost) for name, each in workloads.items()}
-        rounds.append(Round(real_runs, simulated))
+        rounds.append((served, simulated))
     measured = [each for calibration in calibrations for each in calibration]
     residuals = CalibratedCost.fit(measured, real.buckets).residuals(measured)
     return rounds, {"rate": rate, "calibration": facts(measured), "residuals": residuals}
 
 
-def compare(rounds: Sequence[Round]) -> list[Case]:
+def compare(rounds: Sequence[tuple[Runs, Runs]]) -> list[dict[str, Any]]:
     """Medians over the rounds of each figure, and of its difference."""
     cases = []
-    for workload in rounds[0].real:
-        for name, figure in (WITH_GOAL | WITHOUT_GOAL).items():
-            real = [figure(each.real[workload]) for each in rounds]
-            simulated = [figure(each.simulated[workload]) for each in rounds]
-            difference = float(np.median(100 * (np.divide(simulated, real) - 1)))
-            in_goal = abs(difference) <= GOAL_PERCENT if name in WITH_GOAL else None
-            medians = statistics.median(real), statistics.median(simulated)
-            cases.append(Case(workload, name, *medians, difference, in_goal))
+    for workload, (name, figure) in product(rounds[0][0], (WITH_GOAL | WITHOUT_GOAL).items()):
+        pairs = [[figure(runs[workload]) for runs in both] for both in rounds]
+        real, simulated = np.median(pairs, axis=0).tolist()
+        difference = float(np.median([100 * (predicted / was - 1) for was, predicted in pairs]))
+        cases.append(
+            {
+                "workload": workload,
+                "figure": name,
+                "real": real,
+                "simulated": simulated,
+                "difference_percent": difference,
+                # None: the figure has no goal.
+                "in_goal": abs(difference) <= GOAL_PERCENT if name in WITH_GOAL else None,
+            }
+        )
     return cases
 
 
-def plot(last: Round, out_dir: str) -> None:
+def plot(real: Runs, simulated: Runs, out_dir: str) -> None:
     """Batch size and memory over iterations; latencies of the requests that arrived in turn."""
     figure, [axes] = figures.panels(1, 3, size=(5, 4))
-    for label, style, runs in (("real", "-", last.real), ("simulated", "--", last.simulated)):
+    for label, style, runs in (("real", "-", real), ("simulated", "--", simulated)):
         for panel, name in zip(axes, ("batch size", "token states"), strict=False):
             values = [CURVES[name](stats) for stats in runs["at_once"].iterations]
             panel.plot(values, style, label=label)
@@ -210,7 +194,7 @@ def main(config: Config) -> None:
             print(note)
         rounds, measured = run_rounds(real, requests, config)
 
-    pairs = [(curves(r.real["at_once"]), curves(r.simulated["at_once"])) for r in rounds]
+    pairs = [tuple(curves(runs["at_once"]) for runs in both) for both in rounds]
     differences = [first_difference(*pair) for pair in pairs]
     cases = compare(rounds)
     report(
@@ -219,7 +203,7 @@ def main(config: Config) -> None:
         config,
         curves_equal=[difference is None for difference in differences],
         num_iterations=len(pairs[0][0]),
-        num_preemptions=rounds[0].real["at_once"].num_preemptions,
+        num_preemptions=rounds[0][0]["at_once"].num_preemptions,
         goal_percent=GOAL_PERCENT,
         **measured,
     )
@@ -229,18 +213,16 @@ def main(config: Config) -> None:
         for number, row in enumerate(own)
     ]
     write_csv(config.out_dir, "curves.csv", rows)
-    plot(rounds[-1], config.out_dir)
+    plot(*rounds[-1], config.out_dir)
     for number, difference in enumerate(differences):
-        preemptions = rounds[number].real["at_once"].num_preemptions
+        preemptions = rounds[number][0]["at_once"].num_preemptions
         print(
             f"round {number}, all at once: {len(pairs[number][0])} iterations, {preemptions} "
             f"preemptions: {difference or 'batches and memory are the same in each'}"
         )
-    missed = [case for case in cases if case.in_goal is False]
-    print(
-        f"figures with a goal: {sum(case.in_goal is True for case in cases)} within "
-        f"{GOAL_PERCENT} %, {len(missed)} not"
-    )
+    met = [case["in_goal"] for case in cases if case["in_goal"] is not None]
+    within = f"{sum(met)} within {GOAL_PERCENT} %"
+    print(f"figures with a goal: {within}, {len(met) - sum(met)} not")
 
 
 def claims(results: Results) -> Iterator[Claim]:
