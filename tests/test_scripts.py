@@ -324,12 +324,13 @@ def ci(ready: Checkout) -> Checkout:
 def test_ci_begins_with_the_commands_of_the_readme_in_a_clean_clone(ci):
     result = ci.run(".ci/run")
     assert result.returncode == 0, result.stderr
-    assert [call.strip() for call in ci.calls][:12] == [
+    assert [call.strip() for call in ci.calls][:13] == [
         "git clone --quiet ROOT CLONE",
         "python -m venv --clear CLONE/.venv",
         "python -m pip install --editable CLONE",
         f"python -m pip install {DATA}",
         "python -P -m experiments.serve",
+        "python -P -m experiments.serve --block_size=4",
         "python -m pip install --editable CLONE[test]",
         f"python -m pip install {DATA}",
         *CHECKS,
@@ -349,7 +350,7 @@ def test_ci_goes_on_with_slow_tests_the_oldest_jax_and_compiled_kernels(ci):
         DATA,
     ]
     assert ci.calls.count("python --version") == 3
-    assert ci.calls.index("python -m experiments.reproduce --quick") > 0
+    assert ci.calls.index("python -m experiments.paper.reproduce --quick") > 0
     assert ci.calls[-1].startswith("python .ci/never_run.py FOLDER/reports/")
 
 
