@@ -45,6 +45,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+import jax
+
 from experiments.lib import reporting
 from experiments.lib.driver import require_fitting, serve
 from experiments.lib.engine_options import EngineOptions, engine_facts
@@ -69,14 +71,11 @@ from paged_jax.observability.prometheus import start_metrics_server
 @dataclass(frozen=True, kw_only=True)
 class ServeConfig(Options):
     warm_up: Literal["background", "before"] = option(
-        "background",
-        "Steps are compiled while requests are served, in the order in which they are needed "
-        "(background), or all of them before, for figures that no compilation disturbs.",
+        "background", "Steps are compiled while requests are served, or all of them before."
     )
     metrics_port: int | None = option(
         None,
-        "Prometheus metrics are served at this port of 127.0.0.1 while the experiment runs; 0: at "
-        "a free one.",
+        "Prometheus metrics are at this port of 127.0.0.1; 0: a free one.",
         least=0,
         most=65535,
     )
@@ -110,20 +109,17 @@ def main(config: ServeConfig, asked: WorkloadOptions, answering: EngineOptions) 
     finally:
         engine.close()  # or an error would wait for steps that nobody needs
 
-    environment = reporting.environment()
     figures = run_figures(served, engine, _STARTED_S)
     results = {
         "flags": as_dict(config, asked, answering),
-        "environment": environment,
+        "environment": reporting.environment(),
         "engine": engine_facts(engine),
         "notes": workload.notes,
         **figures,
         "metrics": {name: n for name, n in engine.metrics().items() if "_bucket{" not in name},
     }
-    title = (
-        f"{engine.config.name}: {len(workload.requests)} requests ({asked.workload}) on "
-        f"{environment['device_kind']}"
-    )
+    what = f"{len(workload.requests)} requests ({asked.workload})"
+    title = f"{engine.config.name}: {what} on {jax.devices()[0].device_kind}"
     parts = tables(figures)
     command = f"python -m experiments.serve {shlex.join(sys.argv[1:])}".strip()
     reporting.write_json(out_dir, "results.json", results)
@@ -146,14 +142,14 @@ def observed(engine: Engine, config: ServeConfig) -> Iterator[None]:
     out_dir = Path(config.out_dir)
     with ExitStack() as stack:
         if config.metrics_port is not None:
-            server = start_metrics_server(engine, config.metrics_port)
-            stack.enter_context(closing(server))
+            server = stack.enter_context(closing(start_metrics_server(engine, config.metrics_port)))
             print(f"Metrics are at http://127.0.0.1:{server.port}/metrics", flush=True)
         if config.iteration_log:
             stack.enter_context(watch(engine.core, IterationLog(out_dir / "iterations.jsonl")))
         if config.chrome_trace:
-            trace = ChromeTrace(out_dir / "trace.json", engine.core)
-            stack.enter_context(watch(engine.core, trace))
+            stack.enter_context(
+                watch(engine.core, ChromeTrace(out_dir / "trace.json", engine.core))
+            )
         if config.profile:
             stack.enter_context(profile(out_dir / "profile"))
         yield

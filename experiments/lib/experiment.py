@@ -21,7 +21,7 @@ import os
 import pickle
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import replace
 from pathlib import Path
@@ -115,38 +115,35 @@ def grid[Point, Row](
     keys = _keys(measure, points, config)
     with (Path(config.out_dir) / _POINTS).open("a+b") as store:
         done = dict(_read(store))
-        missing = [index for index, key in enumerate(keys) if key not in done]
+        missing = {i: points[i] for i, key in enumerate(keys) if key not in done}
         num_done = len(points) - len(missing)
-        with tqdm(total=len(points), desc=description, unit=unit, initial=num_done) as bar:
-
-            def keep(index: int, row: Row) -> None:
+        with (
+            tqdm(total=len(points), desc=description, unit=unit, initial=num_done) as bar,
+            contextlib.closing(_measured(measure, missing, processes)) as rows,
+        ):
+            for index, row in rows:
                 done[keys[index]] = pickle.dumps(row)
                 pickle.dump((keys[index], done[keys[index]]), store)
                 store.flush()
                 bar.update()
-
-            _measure_all(measure, {index: points[index] for index in missing}, processes, keep)
     return [pickle.loads(done[key]) for key in keys]
 
 
-def _measure_all[Point, Row](
-    measure: Callable[[Point], Row],
-    points: dict[int, Point],
-    processes: int | None,
-    keep: Callable[[int, Row], None],
-) -> None:
-    """Call `keep` with each point's index and row, as they are done; a fault ends all at once."""
+def _measured[Point, Row](
+    measure: Callable[[Point], Row], points: dict[int, Point], processes: int | None
+) -> Generator[tuple[int, Row], None, None]:
+    """Each point's index and row, as they are done; a fault ends all at once."""
     processes = min(processes or _num_cores(), len(points))
     if processes <= 1:
         for index, point in points.items():
-            keep(index, measure(point))
+            yield index, measure(point)
         return
     # Not forked: a process that runs JAX's threads must not be.
     with ProcessPoolExecutor(processes, multiprocessing.get_context("spawn")) as pool:
         futures = {pool.submit(measure, point): index for index, point in points.items()}
         try:
             for future in as_completed(futures):
-                keep(futures[future], future.result())
+                yield futures[future], future.result()
         except BaseException:
             for process in multiprocessing.active_children():
                 process.terminate()
@@ -155,9 +152,8 @@ def _measure_all[Point, Row](
 
 def _num_cores() -> int:
     """The cores that this process may use."""
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
+    has_affinity = hasattr(os, "sched_getaffinity")
+    return len(os.sched_getaffinity(0)) if has_affinity else os.cpu_count() or 1
 
 
 def _keys(measure: Callable[..., Any], points: Sequence[object], config: Options) -> list[str]:
