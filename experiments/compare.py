@@ -34,8 +34,8 @@ from experiments.lib.engine_options import EngineOptions, engine_facts
 from experiments.lib.experiment import run
 from experiments.lib.options import Options, option
 from experiments.lib.paired import in_turn
-from experiments.lib.workload_options import Workload, WorkloadOptions
-from paged_jax import Engine, SamplingParams
+from experiments.lib.workload_options import WorkloadOptions
+from paged_jax import Engine
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,7 +68,17 @@ def main(config: CompareConfig, asked: WorkloadOptions) -> int:
                 require_fitting(engine, workload.requests, params)
         for note in workload.notes:
             print(note)
-        runs = serve_in_turn(built, workload, params, config.rounds)
+        runs: dict[str, list[ServedRun]] = {name: [] for name in SIDES}
+        for number, name in in_turn(*SIDES, config.rounds + 1):  # the first round warms up
+            runs[name].append(
+                serve(
+                    built[name],
+                    workload.requests,
+                    replace(params, cache_salt=f"round {number}"),  # none finds another's prefixes
+                    priorities=workload.priorities,
+                    timeout_s=workload.timeout_s,
+                )
+            )
         facts = {name: engine_facts(engine) for name, engine in built.items()}
 
     rounds = list(zip(runs[BASELINE], runs[CANDIDATE], strict=True))
@@ -80,7 +90,7 @@ def main(config: CompareConfig, asked: WorkloadOptions) -> int:
     compared = [
         compare_figure(
             figure,
-            *(runs[name][1:] for name in SIDES),  # the first run warms up
+            *(runs[name][1:] for name in SIDES),
             limit=limits[figure.more_is_better],
             confidence=config.confidence,
         )
@@ -159,24 +169,6 @@ def engines(sides: Mapping[str, EngineOptions], *, seed: int) -> Iterator[dict[s
         for engine in built.values():
             engine.warm_up()
         yield built
-
-
-def serve_in_turn(
-    built: Mapping[str, Engine], workload: Workload, params: SamplingParams, num_rounds: int
-) -> dict[str, list[ServedRun]]:
-    """Each side's runs of the same workload. The first of each warms up: its times mean nothing.
-
-    The side that goes first alternates. No run finds in the prefix cache what an earlier one has
-    left there.
-    """
-    runs: dict[str, list[ServedRun]] = {name: [] for name in SIDES}
-    priorities, timeout_s = workload.priorities, workload.timeout_s
-    for number, name in in_turn(BASELINE, CANDIDATE, num_rounds + 1):
-        salted = replace(params, cache_salt=f"round {number}")
-        engine, requests = built[name], workload.requests
-        served = serve(engine, requests, salted, priorities=priorities, timeout_s=timeout_s)
-        runs[name].append(served)
-    return runs
 
 
 # The verdict

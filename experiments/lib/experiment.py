@@ -1,16 +1,6 @@
 """How an experiment runs: flags to options, a grid of points to rows, an exit code.
 
-@dataclass(frozen=True, kw_only=True)
-class Config(Options): ...                        # the experiment's flags
-
-def measure(point: Point) -> Row: ...             # one point of its grid
-
-def main(config: Config) -> None:
-    rows = grid(measure, points(config), config, unit="system")
-    report("What it shows", rows, config)
-
-if __name__ == "__main__":
-    run(main, Config)
+README.md shows an experiment that is made of these parts.
 """
 
 import contextlib

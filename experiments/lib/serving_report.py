@@ -3,6 +3,7 @@
 import textwrap
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -17,7 +18,6 @@ Row = tuple[object, ...]
 Table = tuple[str, tuple[str, ...], list[Row]]  # title, columns, rows
 
 SPREAD = ("mean", "p50", "p99")
-SHOWN_CHARACTERS = 400
 KV_NAMES = {
     "token_states": "token states",
     "reserved": "reserved",
@@ -91,10 +91,10 @@ def _spread_row(name: str, spread: dict[str, float | None], factor: float = 1.0)
 
 def print_completions(run: ServedRun, count: int) -> None:
     """The first `count` prompts and what became of them."""
+    shortened = partial(textwrap.shorten, width=400, placeholder=" …")
     for served in run.served[:count]:
-        request = served.request
-        prompt = request.prompt or f"({request.num_prompt_tokens} random tokens)"
-        print(f"{served.request_id}: {_shortened(prompt)}")
+        prompt = served.request.prompt or f"({served.request.num_prompt_tokens} random tokens)"
+        print(f"{served.request_id}: {shortened(prompt)}")
         if served.output is None:
             print(f"  refused: {served.refusal}\n")
             continue
@@ -102,12 +102,8 @@ def print_completions(run: ServedRun, count: int) -> None:
             print(f"  failed: {served.output.error}")
         for completion in served.output.outputs:
             num_tokens, reason = len(completion.token_ids), completion.finish_reason
-            print(textwrap.indent(textwrap.fill(_shortened(completion.text), 98), "  "))
+            print(textwrap.indent(textwrap.fill(shortened(completion.text), 98), "  "))
             print(f"  ({num_tokens} tokens, {reason})\n")
-
-
-def _shortened(text: str) -> str:
-    return textwrap.shorten(text, SHOWN_CHARACTERS, placeholder=" …")
 
 
 def summary(title: str, command: str, notes: Sequence[str], parts: Sequence[Table]) -> str:

@@ -1,12 +1,11 @@
 """The options that say what is asked: the requests, when they arrive, how they are sampled."""
 
-import dataclasses
 from dataclasses import dataclass
 from typing import Literal
 
 import numpy as np
 
-from experiments.lib.options import option
+from experiments.lib.options import as_dict, option
 from paged_jax import Engine, SamplingParams
 from paged_jax.engine.prompts import encode
 from paged_jax.workloads import (
@@ -23,10 +22,21 @@ from paged_jax.workloads import (
 DEFAULT_NUM_REQUESTS = 32
 
 
-@dataclass(frozen=True, kw_only=True)
-class SamplingOptions:
-    """How requests are sampled: parameters of `SamplingParams`, by their names there."""
+@dataclass(frozen=True)
+class Workload:
+    """What is asked of an engine. `notes` tell which requests were left out or clipped."""
 
+    requests: list[WorkloadRequest]
+    priorities: list[int]  # of each request
+    timeout_s: float | None
+    notes: list[str]
+
+
+@dataclass(frozen=True, kw_only=True)
+class WorkloadOptions:
+    """What is asked. ValueError on construction for sampling or lengths that cannot be."""
+
+    # Parameters of `SamplingParams`, by their names there.
     temperature: float = option(0.0, "Temperature of sampling; 0 takes the likeliest token.")
     top_k: int = option(0, "Tokens are sampled from this many likeliest ones; 0: from all.")
     top_p: float = option(1.0, "Tokens are sampled from the likeliest that add up to this.")
@@ -40,31 +50,7 @@ class SamplingOptions:
         "A beam search stops when no better continuation is likely (false), when enough have ended "
         "(true), or when no better one is possible (never).",
     )
-
-    def sampling_params(self) -> SamplingParams:
-        """The parameters of all requests, without their lengths."""
-        given = {
-            each.name: getattr(self, each.name) for each in dataclasses.fields(SamplingOptions)
-        }
-        if self.early_stopping != "never":
-            given["early_stopping"] = self.early_stopping == "true"
-        return SamplingParams(**given)
-
-
-@dataclass(frozen=True)
-class Workload:
-    """What is asked of an engine. `notes` tell which requests were left out or clipped."""
-
-    requests: list[WorkloadRequest]
-    priorities: list[int]  # of each request
-    timeout_s: float | None
-    notes: list[str]
-
-
-@dataclass(frozen=True, kw_only=True)
-class WorkloadOptions(SamplingOptions):
-    """What is asked. ValueError on construction for sampling or lengths that cannot be."""
-
+    # Requests and their arrivals.
     workload: str = option(
         "sharegpt",
         "Requests are ShareGPT's conversations, the lengths and times of a trace (Azure, Mooncake, "
@@ -123,6 +109,14 @@ class WorkloadOptions(SamplingOptions):
     def __post_init__(self) -> None:
         self.sampling_params()
         self._lengths()
+
+    def sampling_params(self) -> SamplingParams:
+        """The parameters of all requests, without their lengths."""
+        shared = SamplingParams.__dataclass_fields__.keys() & as_dict(self).keys()
+        given = {name: getattr(self, name) for name in shared - {"max_tokens", "ignore_eos"}}
+        if self.early_stopping != "never":
+            given["early_stopping"] = self.early_stopping == "true"
+        return SamplingParams(**given)
 
     def make_workload(self, engine: Engine, *, seed: int) -> Workload:
         """The requests that the options ask for, as token ids of the engine's model."""
