@@ -7,13 +7,12 @@
 
 --baseline, --candidate and --common (for both) take the engine flags of `experiments.serve`; its
 workload flags say what is asked. Both engines are built and warmed up, then serve the workload in
-turn, --rounds times. Are the outputs equal, token by token, and where do they first differ? What is
-the ratio of throughput and of p50 and p99 latency, candidate over baseline, and between what bounds
-does it lie, round paired with round?
+turn, --rounds times. Are the outputs equal, token by token? What is the ratio of throughput and of
+p50 and p99 latency, candidate over baseline, and within what bounds, round paired with round?
 
-Exit code 0: the outputs are equal, and every ratio is within its limit with all of its interval.
-1: outputs differ, or a ratio is beyond its limit with all of its interval. 3: neither; an interval
-is still too wide, and more --rounds make it narrower. 2 is bad input.
+Exit code 0: the outputs are equal, and each ratio's whole interval is within its limit. 1: outputs
+differ, or a whole interval is beyond its limit. 3: an interval is too wide for either; raise
+--rounds. 2 is bad input.
 
 Expect a table of ratios in a few minutes on two CPU cores. --out_dir gets results.json,
 results.csv, differences.jsonl and compare.png.

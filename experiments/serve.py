@@ -11,13 +11,11 @@
     python -m experiments.serve --num_blocks=160 --memory_policy=orca_max
     python -m experiments.serve --arrivals=poisson --rate=4 --max_num_waiting=8 --timeout_s=20
 
-The first command answers 32 ShareGPT prompts with SmolLM2-135M-Instruct. It ends in about a minute
-on two CPU cores; the first start compiles for half a minute more. Requests are added when they
-arrive, in real time. A progress bar shows tokens/s and how full the KV pool is.
+The first command answers 32 ShareGPT prompts with SmolLM2-135M-Instruct, in about a minute on two
+CPU cores; the first start compiles for half a minute more. Requests arrive in real time.
 
 Expect a few completions, then tables: throughput, batch size, preemptions, host share; latencies
-from each request's arrival on; where the KV slots went; which requests were refused, timed out or
-failed, and why. --out_dir gets
+from arrival on; where the KV slots went; which requests failed, and why. --out_dir gets
 
     results.json      flags, versions, device, every figure
     requests.jsonl    a line a request: lengths, times, text, token ids
@@ -41,7 +39,7 @@ import shlex
 import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, closing, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
@@ -52,7 +50,7 @@ from experiments.lib.driver import require_fitting, serve
 from experiments.lib.engine_options import EngineOptions, engine_facts
 from experiments.lib.experiment import run
 from experiments.lib.options import Options, as_dict, option
-from experiments.lib.serving_figures import request_rows, run_figures, step_rows
+from experiments.lib.serving_figures import request_rows, run_figures
 from experiments.lib.serving_report import (
     plot_occupancy,
     plot_timeline,
@@ -124,7 +122,8 @@ def main(config: ServeConfig, asked: WorkloadOptions, answering: EngineOptions) 
     command = f"python -m experiments.serve {shlex.join(sys.argv[1:])}".strip()
     reporting.write_json(out_dir, "results.json", results)
     reporting.write_jsonl(out_dir, "requests.jsonl", request_rows(served))
-    reporting.write_jsonl(out_dir, "steps.jsonl", step_rows(served))
+    steps = (replace(step, start_s=step.start_s - served.start_s) for step in served.steps)
+    reporting.write_jsonl(out_dir, "steps.jsonl", steps)
     (out_dir / "summary.md").write_text(summary(title, command, workload.notes, parts))
     plot_timeline(served, out_dir, title)
     plot_occupancy(served, engine, out_dir, title)

@@ -42,19 +42,18 @@ def run(main: Callable[..., int | None], *configs: type[Any]) -> NoReturn:
 
     def parse_flags(argv: list[str]) -> list[str]:
         try:
-            rest: list[str] = flags.FLAGS(argv)
+            return list(flags.FLAGS(argv))
         except flags.Error as error:
             _exit_on_bad_input(error)
         except SystemExit:
             sys.exit(0)  # the help flags, for which absl exits with 1
-        if len(rest) > 1:
-            _exit_on_bad_input(ValueError(f"unexpected argument {rest[1]!r}; flags start with --"))
-        return rest
 
-    def guarded_main(_: list[str]) -> int | None:
+    def guarded_main(argv: list[str]) -> int | None:
         if not flags.FLAGS["verbosity"].present:
             logging.set_verbosity(logging.WARNING)  # absl's default shows JAX's search for devices
         try:
+            if len(argv) > 1:
+                raise ValueError(f"unexpected argument {argv[1]!r}; flags start with --")
             extras.check_platforms()
             given = [options.from_flags(config) for config in configs]
             own = next(index for index, each in enumerate(given) if isinstance(each, Options))

@@ -1,9 +1,6 @@
 """An experiment's options: the fields of a frozen dataclass, each of which is an absl flag.
 
-    @dataclass(frozen=True, kw_only=True)
-    class Config(Options):
-        rates: tuple[float, ...] = option((1.0, 2.0), "Requests arrive at these rates (1/s).")
-        duration_s: float = option(600.0, "Requests arrive for so long (s).", quick=60.0, least=1)
+    rates: tuple[float, ...] = option((1.0, 2.0), "Requests arrive at these rates (1/s).")
 
 A field's type is bool, int, float, str, a Literal of strings, any of these or None, or a tuple of
 them. Nothing is defined before `define` is called, so a module can be imported beside any other.

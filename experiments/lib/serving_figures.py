@@ -3,7 +3,6 @@
 import re
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
@@ -20,6 +19,7 @@ COUNTERS = (  # of the scheduler, as results.json has them
     *("preemptions", "preemptions_by_swap", "swap_fallbacks", "recomputed_tokens"),
     *("swapped_out_blocks", "swapped_in_blocks"),
 )
+TIMES = ("first_scheduled_s", "first_token_s", "last_token_s")  # of a request's metrics
 
 
 def outcome(served: ServedRequest) -> Outcome | None:
@@ -197,9 +197,7 @@ def request_rows(run: ServedRun) -> Iterator[dict[str, Any]]:
                 "num_cached_tokens": output.num_cached_tokens,
                 "num_preemptions": metrics.num_preemptions,
                 "error": output.error,
-                "first_scheduled_s": _since(run.start_s, metrics.first_scheduled_s),
-                "first_token_s": _since(run.start_s, metrics.first_token_s),
-                "last_token_s": _since(run.start_s, metrics.last_token_s),
+                **{name: _since(run.start_s, getattr(metrics, name)) for name in TIMES},
                 **_completion(first),
             }
             if others := output.outputs[1:]:
@@ -209,8 +207,3 @@ def request_rows(run: ServedRun) -> Iterator[dict[str, Any]]:
 
 def _completion(out: CompletionOutput) -> dict[str, Any]:
     return {"finish_reason": out.finish_reason, "text": out.text, "token_ids": out.token_ids}
-
-
-def step_rows(run: ServedRun) -> Iterator[IterationStats]:
-    """A row an iteration, its start in seconds from the start of the run."""
-    return (replace(step, start_s=step.start_s - run.start_s) for step in run.steps)
