@@ -73,7 +73,7 @@ class WorkloadOptions:
     chat_template: bool = option(True, "Prompts go into the model's chat template, if it has one.")
     num_requests: int | None = option(
         None,
-        f"Requests are this many. By default {DEFAULT_NUM_REQUESTS}, or all.",
+        f"Number of requests; by default {DEFAULT_NUM_REQUESTS} or all prompts.",
         quick=8,
         least=1,
     )
@@ -87,22 +87,17 @@ class WorkloadOptions:
         "drop", "What becomes of a request that is longer than max_model_len; a note counts them."
     )
     arrivals: str = option(
-        "all_at_once", "How requests arrive; only traces have times.", choices=ARRIVALS
+        "all_at_once", "Requests arrive in this way; only traces have times.", choices=ARRIVALS
     )
-    rate: float | None = option(
-        None, "Requests arrive at this rate (1/s): poisson and gamma; a trace is scaled to it."
-    )
+    rate: float | None = option(None, "Arrivals per second: poisson, gamma, or a scaled trace.")
     cv: float | None = option(
         None, "Coefficient of variation of the gaps, with --arrivals=gamma; above 1 is bursty."
     )
     speedup: float = option(1.0, "A trace is this many times as fast, with --arrivals=trace.")
-    timeout_s: float | None = option(
-        None, "A request ends with what it has this many seconds after its arrival."
-    )
+    timeout_s: float | None = option(None, "A request ends this many seconds after its arrival.")
     num_priorities: int = option(
         1,
-        "Priorities are drawn from 0, which --scheduling_policy=priority serves first, to this "
-        "number less 1.",
+        "Each request draws a priority below this number; policy priority serves 0 first.",
         least=1,
     )
 
