@@ -7,13 +7,12 @@
 
 --baseline, --candidate and --common (for both) take the engine flags of `experiments.serve`; its
 workload flags say what is asked. Both engines are built and warmed up, then serve the workload in
-turn, --rounds times. Are the outputs equal, token by token, and where do they first differ? What is
-the ratio of throughput and of p50 and p99 latency, candidate over baseline, and between what bounds
-does it lie, round paired with round?
+turn, --rounds times. Are the outputs equal, token by token? What is the ratio of throughput and of
+p50 and p99 latency, candidate over baseline, and within what bounds, round paired with round?
 
-Exit code 0: the outputs are equal, and every ratio is within its limit with all of its interval.
-1: outputs differ, or a ratio is beyond its limit with all of its interval. 3: neither; an interval
-is still too wide, and more --rounds make it narrower. 2 is bad input.
+Exit code 0: the outputs are equal, and each ratio's whole interval is within its limit. 1: outputs
+differ, or a whole interval is beyond its limit. 3: an interval is too wide for either; raise
+--rounds. 2 is bad input.
 
 Expect a table of ratios in a few minutes on two CPU cores. --out_dir gets results.json,
 results.csv, differences.jsonl and compare.png.
@@ -28,21 +27,14 @@ import jax
 from absl import flags
 
 from experiments.lib import options, reporting
-from experiments.lib.comparison import (
-    FIGURES,
-    Compared,
-    Difference,
-    compare_figure,
-    differences,
-    earliest,
-)
+from experiments.lib.comparison import FIGURES, Compared, compare_figure, differences, earliest
 from experiments.lib.driver import ServedRun, require_fitting, serve
 from experiments.lib.engine_options import EngineOptions, engine_facts
 from experiments.lib.experiment import run
 from experiments.lib.options import Options, option
 from experiments.lib.paired import in_turn
-from experiments.lib.workload_options import Workload, WorkloadOptions
-from paged_jax import Engine, SamplingParams
+from experiments.lib.workload_options import WorkloadOptions
+from paged_jax import Engine
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,21 +42,10 @@ class CompareConfig(Options):
     common: str = option("", "Both sides take these engine flags.")
     baseline: str = option("", "The side that is there already takes these.")
     candidate: str = option("", "The side that may take its place takes these.")
-    rounds: int = option(
-        5,
-        "Each side serves the workload this many times, and once before that is not measured.",
-        quick=3,
-        least=2,
-    )
-    min_equal: float = option(
-        1.0, "At least this share of the requests must have equal outputs.", least=0, most=1
-    )
-    min_throughput_ratio: float = option(
-        0.95, "The candidate's tokens/s over the baseline's must be at least this.", least=0
-    )
-    max_latency_ratio: float = option(
-        1.1, "Each of the candidate's latencies over the baseline's must be at most this.", least=0
-    )
+    rounds: int = option(5, "Each side serves the workload so often, warmed up.", quick=3, least=2)
+    min_equal: float = option(1.0, "Least share of requests with equal outputs.", least=0, most=1)
+    min_throughput_ratio: float = option(0.95, "Least ratio of the sides' tokens/s.", least=0)
+    max_latency_ratio: float = option(1.1, "Greatest ratio of each of their latencies.", least=0)
     confidence: float = option(
         0.95, "Each interval holds its ratio with this probability.", least=0.5, most=0.9999
     )
@@ -72,6 +53,7 @@ class CompareConfig(Options):
 
 BASELINE, CANDIDATE = SIDES = ("baseline", "candidate")
 PASSES, FAILS, UNCLEAR = 0, 1, 3  # exit codes
+VERDICTS = {PASSES: "PASSES", FAILS: "FAILS", UNCLEAR: "UNCLEAR"}
 NUM_SHOWN = 10  # differences that are printed
 
 
@@ -85,7 +67,17 @@ def main(config: CompareConfig, asked: WorkloadOptions) -> int:
                 require_fitting(engine, workload.requests, params)
         for note in workload.notes:
             print(note)
-        runs = serve_in_turn(built, workload, params, config.rounds)
+        runs: dict[str, list[ServedRun]] = {name: [] for name in SIDES}
+        for number, name in in_turn(*SIDES, config.rounds + 1):  # the first round warms up
+            runs[name].append(
+                serve(
+                    built[name],
+                    workload.requests,
+                    replace(params, cache_salt=f"round {number}"),  # none finds another's prefixes
+                    priorities=workload.priorities,
+                    timeout_s=workload.timeout_s,
+                )
+            )
         facts = {name: engine_facts(engine) for name, engine in built.items()}
 
     rounds = list(zip(runs[BASELINE], runs[CANDIDATE], strict=True))
@@ -97,7 +89,7 @@ def main(config: CompareConfig, asked: WorkloadOptions) -> int:
     compared = [
         compare_figure(
             figure,
-            *(runs[name][1:] for name in SIDES),  # the first run warms up
+            *(runs[name][1:] for name in SIDES),
             limit=limits[figure.more_is_better],
             confidence=config.confidence,
         )
@@ -106,8 +98,11 @@ def main(config: CompareConfig, asked: WorkloadOptions) -> int:
     code, reasons = verdict(equal, compared, config)
 
     worst = max(differing, key=len)
-    print()
-    print_differences(worst, equal, num_requests)
+    print(f"\nOutputs are equal for {equal:.1%} of {num_requests} requests.")
+    if worst:
+        shown = [tuple(asdict(each).values()) for each in worst[:NUM_SHOWN]]
+        columns = ("request", "continuation", "first at token", *SIDES)
+        reporting.print_table(f"{len(shown)} of {len(worst)} that differ", columns, shown)
     if any(unsteady):
         print(f"The baseline differs from itself in {sum(map(bool, unsteady))} of its rounds.")
     reporting.write_jsonl(config.out_dir, "differences.jsonl", worst)
@@ -125,7 +120,7 @@ def main(config: CompareConfig, asked: WorkloadOptions) -> int:
         reasons=reasons,
     )
     plot(compared, config.out_dir)
-    print(f"{ {PASSES: 'PASSES', FAILS: 'FAILS', UNCLEAR: 'UNCLEAR'}[code] }: {'; '.join(reasons)}")
+    print(f"{VERDICTS[code]}: {'; '.join(reasons)}")
     return code
 
 
@@ -175,28 +170,6 @@ def engines(sides: Mapping[str, EngineOptions], *, seed: int) -> Iterator[dict[s
         yield built
 
 
-def serve_in_turn(
-    built: Mapping[str, Engine], workload: Workload, params: SamplingParams, num_rounds: int
-) -> dict[str, list[ServedRun]]:
-    """Each side's runs of the same workload. The first of each warms up: its times mean nothing.
-
-    The side that goes first alternates. No run finds in the prefix cache what an earlier one has
-    left there.
-    """
-    runs: dict[str, list[ServedRun]] = {name: [] for name in SIDES}
-    for number, name in in_turn(BASELINE, CANDIDATE, num_rounds + 1):
-        runs[name].append(
-            serve(
-                built[name],
-                workload.requests,
-                replace(params, cache_salt=f"round {number}"),
-                priorities=workload.priorities,
-                timeout_s=workload.timeout_s,
-            )
-        )
-    return runs
-
-
 # The verdict
 
 
@@ -207,22 +180,9 @@ def verdict(equal: float, compared: list[Compared], config: CompareConfig) -> tu
         failures.insert(0, f"only {equal:.1%} of the requests have equal outputs")
     if failures:
         return FAILS, failures
-    unclear = [each.figure for each in compared if each.verdict == "unclear"]
-    if unclear:
+    if unclear := [each.figure for each in compared if each.verdict == "unclear"]:
         return UNCLEAR, [f"raise --rounds: not sure of {', '.join(unclear)}"]
     return PASSES, ["outputs are equal enough, and no figure is worse than its limit"]
-
-
-def print_differences(found: list[Difference], equal: float, num_requests: int) -> None:
-    """How many outputs differ, and the first ones that do."""
-    print(f"Outputs are equal for {equal:.1%} of {num_requests} requests.")
-    if not found:
-        return
-    rows = [list(asdict(each).values()) for each in found[:NUM_SHOWN]]
-    columns = ("request", "continuation", "first at token", "baseline", "candidate")
-    reporting.print_table(
-        f"{min(len(found), NUM_SHOWN)} of {len(found)} that differ", columns, rows
-    )
 
 
 def plot(compared: list[Compared], out_dir: str) -> None:
@@ -233,12 +193,11 @@ def plot(compared: list[Compared], out_dir: str) -> None:
     axes = panels[0, 0]
     colors = {"ok": "tab:green", "worse": "tab:red", "unclear": "tab:orange"}
     for height, each in enumerate(reversed(compared)):
-        if each.ratio is None:  # there is no such figure
-            continue
-        color = colors[each.verdict]
-        axes.plot([each.low, each.high], [height, height], color=color)
-        axes.plot(each.ratio, height, "o", color=color)
-        axes.plot(each.limit, height, "k|", markersize=14)
+        if each.ratio is not None:  # there is such a figure
+            color = colors[each.verdict]
+            axes.plot([each.low, each.high], [height, height], color=color)
+            axes.plot(each.ratio, height, "o", color=color)
+            axes.plot(each.limit, height, "k|", markersize=14)
     axes.axvline(1, color="0.7", zorder=0)
     axes.set_yticks(range(len(compared)), [each.figure for each in reversed(compared)])
     axes.set_xscale("log")

@@ -11,13 +11,11 @@
     python -m experiments.serve --num_blocks=160 --memory_policy=orca_max
     python -m experiments.serve --arrivals=poisson --rate=4 --max_num_waiting=8 --timeout_s=20
 
-The first command answers 32 ShareGPT prompts with SmolLM2-135M-Instruct. It ends in about a minute
-on two CPU cores; the first start compiles for half a minute more. Requests are added when they
-arrive, in real time. A progress bar shows tokens/s and how full the KV pool is.
+The first command answers 32 ShareGPT prompts with SmolLM2-135M-Instruct, in about a minute on two
+CPU cores; the first start compiles for half a minute more. Requests arrive in real time.
 
 Expect a few completions, then tables: throughput, batch size, preemptions, host share; latencies
-from each request's arrival on; where the KV slots went; which requests were refused, timed out or
-failed, and why. --out_dir gets
+from arrival on; where the KV slots went; which requests failed, and why. --out_dir gets
 
     results.json      flags, versions, device, every figure
     requests.jsonl    a line a request: lengths, times, text, token ids
@@ -41,16 +39,18 @@ import shlex
 import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, closing, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
+
+import jax
 
 from experiments.lib import reporting
 from experiments.lib.driver import require_fitting, serve
 from experiments.lib.engine_options import EngineOptions, engine_facts
 from experiments.lib.experiment import run
 from experiments.lib.options import Options, as_dict, option
-from experiments.lib.serving_figures import request_rows, run_figures, step_rows
+from experiments.lib.serving_figures import request_rows, run_figures
 from experiments.lib.serving_report import (
     plot_occupancy,
     plot_timeline,
@@ -69,14 +69,11 @@ from paged_jax.observability.prometheus import start_metrics_server
 @dataclass(frozen=True, kw_only=True)
 class ServeConfig(Options):
     warm_up: Literal["background", "before"] = option(
-        "background",
-        "Steps are compiled while requests are served, in the order in which they are needed "
-        "(background), or all of them before, for figures that no compilation disturbs.",
+        "background", "Steps are compiled while requests are served, or all of them before."
     )
     metrics_port: int | None = option(
         None,
-        "Prometheus metrics are served at this port of 127.0.0.1 while the experiment runs; 0: at "
-        "a free one.",
+        "Prometheus metrics are at this port of 127.0.0.1; 0: a free one.",
         least=0,
         most=65535,
     )
@@ -110,25 +107,23 @@ def main(config: ServeConfig, asked: WorkloadOptions, answering: EngineOptions) 
     finally:
         engine.close()  # or an error would wait for steps that nobody needs
 
-    environment = reporting.environment()
     figures = run_figures(served, engine, _STARTED_S)
     results = {
         "flags": as_dict(config, asked, answering),
-        "environment": environment,
+        "environment": reporting.environment(),
         "engine": engine_facts(engine),
         "notes": workload.notes,
         **figures,
         "metrics": {name: n for name, n in engine.metrics().items() if "_bucket{" not in name},
     }
-    title = (
-        f"{engine.config.name}: {len(workload.requests)} requests ({asked.workload}) on "
-        f"{environment['device_kind']}"
-    )
+    what = f"{len(workload.requests)} requests ({asked.workload})"
+    title = f"{engine.config.name}: {what} on {jax.devices()[0].device_kind}"
     parts = tables(figures)
     command = f"python -m experiments.serve {shlex.join(sys.argv[1:])}".strip()
     reporting.write_json(out_dir, "results.json", results)
     reporting.write_jsonl(out_dir, "requests.jsonl", request_rows(served))
-    reporting.write_jsonl(out_dir, "steps.jsonl", step_rows(served))
+    steps = (replace(step, start_s=step.start_s - served.start_s) for step in served.steps)
+    reporting.write_jsonl(out_dir, "steps.jsonl", steps)
     (out_dir / "summary.md").write_text(summary(title, command, workload.notes, parts))
     plot_timeline(served, out_dir, title)
     plot_occupancy(served, engine, out_dir, title)
@@ -146,14 +141,14 @@ def observed(engine: Engine, config: ServeConfig) -> Iterator[None]:
     out_dir = Path(config.out_dir)
     with ExitStack() as stack:
         if config.metrics_port is not None:
-            server = start_metrics_server(engine, config.metrics_port)
-            stack.enter_context(closing(server))
+            server = stack.enter_context(closing(start_metrics_server(engine, config.metrics_port)))
             print(f"Metrics are at http://127.0.0.1:{server.port}/metrics", flush=True)
         if config.iteration_log:
             stack.enter_context(watch(engine.core, IterationLog(out_dir / "iterations.jsonl")))
         if config.chrome_trace:
-            trace = ChromeTrace(out_dir / "trace.json", engine.core)
-            stack.enter_context(watch(engine.core, trace))
+            stack.enter_context(
+                watch(engine.core, ChromeTrace(out_dir / "trace.json", engine.core))
+            )
         if config.profile:
             stack.enter_context(profile(out_dir / "profile"))
         yield

@@ -3,18 +3,15 @@
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import zip_longest
 from typing import Literal, NamedTuple
 
 import numpy as np
 from scipy import special
 
 from experiments.lib.driver import ServedRequest, ServedRun
-from experiments.lib.serving_figures import (
-    complete_outputs,
-    latencies,
-    num_output_tokens,
-    outcome,
-)
+from experiments.lib.serving_figures import complete_outputs, latencies, num_output_tokens, outcome
+from paged_jax import CompletionOutput
 
 Verdict = Literal["ok", "worse", "unclear", "none"]
 
@@ -38,29 +35,22 @@ def differences(
 ) -> Iterator[Difference]:
     """The first difference of each request that has one, in their order."""
     for before, after in zip(baseline, candidate, strict=True):
-        difference = _difference(before, after)
-        if difference is not None:
-            yield difference
+        if before.output and after.output:
+            pairs = zip(before.output.outputs, after.output.outputs, strict=True)
+            found = ((i, *parts) for i, pair in enumerate(pairs) if (parts := _parting(*pair)))
+            if (first := next(found, None)) is not None:
+                yield Difference(before.request_id, *first)
+        elif before.output is not after.output:
+            yield Difference(before.request_id, None, None, _state(before), _state(after))
 
 
-def _difference(before: ServedRequest, after: ServedRequest) -> Difference | None:
-    request_id = before.request_id
-    if before.output is None or after.output is None:
-        if before.output is after.output:
-            return None
-        return Difference(request_id, None, None, _state(before), _state(after))
-    pairs = zip(before.output.outputs, after.output.outputs, strict=True)
-    for index, (one, other) in enumerate(pairs):
-        at = first_difference(one.token_ids, other.token_ids)
-        if at is not None:
-            return Difference(
-                request_id, index, at, _token(one.token_ids, at), _token(other.token_ids, at)
-            )
-        if one.finish_reason != other.finish_reason:
-            return Difference(
-                request_id, index, None, str(one.finish_reason), str(other.finish_reason)
-            )
-    return None
+def _parting(one: CompletionOutput, other: CompletionOutput) -> tuple[int | None, str, str] | None:
+    """Where two continuations part, and what each has there."""
+    at = first_difference(one.token_ids, other.token_ids)
+    if at is not None:
+        return at, _token(one, at), _token(other, at)
+    reasons = str(one.finish_reason), str(other.finish_reason)
+    return (None, *reasons) if reasons[0] != reasons[1] else None
 
 
 def earliest(found: list[Difference]) -> Difference:
@@ -70,14 +60,12 @@ def earliest(found: list[Difference]) -> Difference:
 
 def first_difference(one: Sequence[int], other: Sequence[int]) -> int | None:
     """Where two sequences of tokens part, perhaps because one ends; None if they are equal."""
-    for at, (token, other_token) in enumerate(zip(one, other, strict=False)):
-        if token != other_token:
-            return at
-    return None if len(one) == len(other) else min(len(one), len(other))
+    pairs = enumerate(zip_longest(one, other))
+    return next((at for at, (token, other_token) in pairs if token != other_token), None)
 
 
-def _token(token_ids: Sequence[int], at: int) -> str:
-    return str(token_ids[at]) if at < len(token_ids) else "(ended)"
+def _token(out: CompletionOutput, at: int) -> str:
+    return str(out.token_ids[at]) if at < len(out.token_ids) else "(ended)"
 
 
 def _state(served: ServedRequest) -> str:
@@ -129,11 +117,9 @@ def paired_ratio(baseline: Sequence[float], candidate: Sequence[float], confiden
 
 def judge(ratio: Ratio, limit: float, *, more_is_better: bool) -> Verdict:
     """The verdict is "ok" or "worse" only if the whole interval is on that side of the limit."""
-    if more_is_better:
-        is_ok, is_worse = ratio.low >= limit, ratio.high < limit
-    else:
-        is_ok, is_worse = ratio.high <= limit, ratio.low > limit
-    return "ok" if is_ok else "worse" if is_worse else "unclear"
+    sign = 1 if more_is_better else -1
+    margins = [sign * (bound - limit) for bound in (ratio.low, ratio.high)]
+    return "ok" if min(margins) >= 0 else "worse" if max(margins) < 0 else "unclear"
 
 
 def compare_figure(
@@ -146,36 +132,23 @@ def compare_figure(
 ) -> Compared:
     """One figure over all rounds; a round counts only if both sides have the figure."""
     rounds = list(zip(map(figure.of, baseline), map(figure.of, candidate), strict=True))
-    both = [(before, after) for before, after in rounds if before and after]
+    both = [(one, other) for one, other in rounds if one and other]
     if len(both) < 2:
         verdict: Verdict = "unclear" if any(any(pair) for pair in rounds) else "none"
         return Compared(figure.name, None, None, None, None, None, limit, verdict)
     befores, afters = zip(*both, strict=True)
     ratio = paired_ratio(befores, afters, confidence)
-    return Compared(
-        figure.name,
-        float(np.median(befores)),
-        float(np.median(afters)),
-        *ratio,
-        limit,
-        judge(ratio, limit, more_is_better=figure.more_is_better),
-    )
-
-
-def _throughput(run: ServedRun) -> float:
-    return num_output_tokens(run) / run.wall_s
+    verdict = judge(ratio, limit, more_is_better=figure.more_is_better)
+    medians = float(np.median(befores)), float(np.median(afters))
+    return Compared(figure.name, *medians, *ratio, limit, verdict)
 
 
 def _latency(name: str, percentile: str) -> Callable[[ServedRun], float | None]:
-    def of(run: ServedRun) -> float | None:
-        value: float | None = latencies(complete_outputs(run))[name][percentile]
-        return value
-
-    return of
+    return lambda run: latencies(complete_outputs(run))[name][percentile]
 
 
 FIGURES = (
-    Figure("output tokens/s", _throughput, more_is_better=True),
+    Figure("output tokens/s", lambda run: num_output_tokens(run) / run.wall_s, more_is_better=True),
     *(
         Figure(f"{title}, {percentile} (s)", _latency(name, percentile), more_is_better=False)
         for name, title in (

@@ -55,19 +55,19 @@ def require_fitting(
             "run together"
         )
     memory = engine.core.scheduler.memory
-    block_size, num_blocks = memory.block_size, memory.num_total_blocks
-    needs = [
-        num_blocks_needed(
-            Request("", request.prompt_token_ids, _params(request, params), 0.0, 0), memory
-        )
+    num_blocks = memory.num_total_blocks
+    alone = [
+        Request("", request.prompt_token_ids, _params(request, params), 0.0, 0)
         for request in requests
     ]
+    needs = [num_blocks_needed(request, memory) for request in alone]
     if unfit := [count for count in needs if count > num_blocks - memory.num_pinned_blocks]:
-        limit = f"max_model_len={num_blocks * block_size + 1}" if beam_width == 1 else "max_tokens"
+        length = num_blocks * memory.block_size + 1
+        limit = f"max_model_len={length}" if beam_width == 1 else "max_tokens"
         raise ValueError(
             f"the pool is too small for {len(unfit)} of {len(requests)} requests: the longest can "
-            f"need {max(unfit)} blocks of {block_size} slots, the pool has "
-            f"{num_blocks}; give it more blocks, or leave longer requests out with {limit}"
+            f"need {max(unfit)} blocks of {memory.block_size} slots, the pool has {num_blocks}; "
+            f"give it more blocks, or leave longer requests out with {limit}"
         )
 
 
@@ -137,10 +137,8 @@ def serve(
                 idle_s += clock() - now
         wall_s = clock() - start
     served = [
-        ServedRequest(
-            request_id, request, priority, outputs.get(request_id), refusals.get(request_id)
-        )
-        for request_id, request, priority in zip(ids, requests, priorities, strict=True)
+        ServedRequest(name, request, priority, outputs.get(name), refusals.get(name))
+        for name, request, priority in zip(ids, requests, priorities, strict=True)
     ]
     return ServedRun(served, steps, start, wall_s, idle_s, step_s, compiled.programs)
 

@@ -1,16 +1,6 @@
 """How an experiment runs: flags to options, a grid of points to rows, an exit code.
 
-@dataclass(frozen=True, kw_only=True)
-class Config(Options): ...                        # the experiment's flags
-
-def measure(point: Point) -> Row: ...             # one point of its grid
-
-def main(config: Config) -> None:
-    rows = grid(measure, points(config), config, unit="system")
-    report("What it shows", rows, config)
-
-if __name__ == "__main__":
-    run(main, Config)
+README.md shows an experiment that is made of these parts.
 """
 
 import contextlib
@@ -21,7 +11,7 @@ import os
 import pickle
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import replace
 from pathlib import Path
@@ -52,19 +42,18 @@ def run(main: Callable[..., int | None], *configs: type[Any]) -> NoReturn:
 
     def parse_flags(argv: list[str]) -> list[str]:
         try:
-            rest: list[str] = flags.FLAGS(argv)
+            return list(flags.FLAGS(argv))
         except flags.Error as error:
             _exit_on_bad_input(error)
         except SystemExit:
             sys.exit(0)  # the help flags, for which absl exits with 1
-        if len(rest) > 1:
-            _exit_on_bad_input(ValueError(f"unexpected argument {rest[1]!r}; flags start with --"))
-        return rest
 
-    def guarded_main(_: list[str]) -> int | None:
+    def guarded_main(argv: list[str]) -> int | None:
         if not flags.FLAGS["verbosity"].present:
             logging.set_verbosity(logging.WARNING)  # absl's default shows JAX's search for devices
         try:
+            if len(argv) > 1:
+                raise ValueError(f"unexpected argument {argv[1]!r}; flags start with --")
             extras.check_platforms()
             given = [options.from_flags(config) for config in configs]
             own = next(index for index, each in enumerate(given) if isinstance(each, Options))
@@ -115,38 +104,35 @@ def grid[Point, Row](
     keys = _keys(measure, points, config)
     with (Path(config.out_dir) / _POINTS).open("a+b") as store:
         done = dict(_read(store))
-        missing = [index for index, key in enumerate(keys) if key not in done]
+        missing = {i: points[i] for i, key in enumerate(keys) if key not in done}
         num_done = len(points) - len(missing)
-        with tqdm(total=len(points), desc=description, unit=unit, initial=num_done) as bar:
-
-            def keep(index: int, row: Row) -> None:
+        with (
+            tqdm(total=len(points), desc=description, unit=unit, initial=num_done) as bar,
+            contextlib.closing(_measured(measure, missing, processes)) as rows,
+        ):
+            for index, row in rows:
                 done[keys[index]] = pickle.dumps(row)
                 pickle.dump((keys[index], done[keys[index]]), store)
                 store.flush()
                 bar.update()
-
-            _measure_all(measure, {index: points[index] for index in missing}, processes, keep)
     return [pickle.loads(done[key]) for key in keys]
 
 
-def _measure_all[Point, Row](
-    measure: Callable[[Point], Row],
-    points: dict[int, Point],
-    processes: int | None,
-    keep: Callable[[int, Row], None],
-) -> None:
-    """Call `keep` with each point's index and row, as they are done; a fault ends all at once."""
+def _measured[Point, Row](
+    measure: Callable[[Point], Row], points: dict[int, Point], processes: int | None
+) -> Generator[tuple[int, Row], None, None]:
+    """Each point's index and row, as they are done; a fault ends all at once."""
     processes = min(processes or _num_cores(), len(points))
     if processes <= 1:
         for index, point in points.items():
-            keep(index, measure(point))
+            yield index, measure(point)
         return
     # Not forked: a process that runs JAX's threads must not be.
     with ProcessPoolExecutor(processes, multiprocessing.get_context("spawn")) as pool:
         futures = {pool.submit(measure, point): index for index, point in points.items()}
         try:
             for future in as_completed(futures):
-                keep(futures[future], future.result())
+                yield futures[future], future.result()
         except BaseException:
             for process in multiprocessing.active_children():
                 process.terminate()
@@ -155,9 +141,8 @@ def _measure_all[Point, Row](
 
 def _num_cores() -> int:
     """The cores that this process may use."""
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
+    has_affinity = hasattr(os, "sched_getaffinity")
+    return len(os.sched_getaffinity(0)) if has_affinity else os.cpu_count() or 1
 
 
 def _keys(measure: Callable[..., Any], points: Sequence[object], config: Options) -> list[str]:

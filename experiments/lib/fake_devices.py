@@ -1,7 +1,9 @@
 """Executors that stand in for a device, and one that keeps notes of what any executor is given."""
 
+import itertools
 import time
 from collections.abc import Callable, Iterable, Iterator
+from typing import NamedTuple
 
 import numpy as np
 
@@ -30,8 +32,11 @@ class ConstantDevice(Executor):
 
     def execute(self, batch: ScheduledBatch) -> StepResult:
         self._memory.take_copies()
-        n = batch.num_samples
-        return StepResult([TOKEN] * n, [None] * n, 0.0)
+        return _answer(batch.num_samples)
+
+
+def _answer(num_samples: int, device_s: float = 0.0) -> StepResult:
+    return StepResult([TOKEN] * num_samples, [None] * num_samples, device_s)
 
 
 class BranchingDevice(Executor):
@@ -47,10 +52,9 @@ class BranchingDevice(Executor):
         sampled = batch.sampled
         tokens: list[int] = self._rng.integers(VOCAB_SIZE, size=len(sampled)).tolist()
         logprobs: list[TokenLogprobs | None] = [None] * len(sampled)
-        beams = [i for i, seq in enumerate(sampled) if seq.request.beam_search is not None]
-        if beams:
-            for i, row in zip(beams, self._beams.draw([sampled[i] for i in beams]), strict=True):
-                logprobs[i] = row
+        if beams := [seq for seq in sampled if seq.request.beam_search is not None]:
+            rows = iter(self._beams.draw(beams))
+            logprobs = [next(rows) if seq.request.beam_search else None for seq in sampled]
         return StepResult(tokens, logprobs, 0.0)
 
 
@@ -62,16 +66,9 @@ class SleepingDevice(Executor):
     """
 
     def __init__(
-        self,
-        memory: MemoryManager,
-        *,
-        max_num_seqs: int,
-        max_model_len: int,
-        max_prefill_seqs: int,
-        device_s: float = 0.0,
+        self, memory: MemoryManager, rows: DecodeRows, max_prefill_seqs: int, device_s: float
     ):
-        self._memory = memory
-        self._rows = DecodeRows(memory, max_num_seqs=max_num_seqs, max_model_len=max_model_len)
+        self._memory, self._rows = memory, rows
         self._max_prefill_seqs = max_prefill_seqs
         self._device_s = device_s
         self._busy_until = 0.0
@@ -106,18 +103,17 @@ class SleepingDevice(Executor):
         return SleepingIteration(batch.num_samples, begin, self._busy_until)
 
 
-class SleepingIteration:
-    """An iteration that ends at `end_s`, by `time.perf_counter`."""
+class SleepingIteration(NamedTuple):
+    """An iteration of so many samples; its times are of `time.perf_counter`."""
 
-    def __init__(self, num_samples: int, begin_s: float, end_s: float):
-        self._num_samples = num_samples
-        self._begin_s, self._end_s = begin_s, end_s
+    num_samples: int
+    begin_s: float
+    end_s: float
 
     def result(self) -> StepResult:
-        if (rest_s := self._end_s - time.perf_counter()) > 0:
+        if (rest_s := self.end_s - time.perf_counter()) > 0:
             time.sleep(rest_s)
-        n = self._num_samples
-        return StepResult([TOKEN] * n, [None] * n, self._end_s - self._begin_s)
+        return _answer(self.num_samples, self.end_s - self.begin_s)
 
 
 class BatchRecorder[Note](Executor):
@@ -127,8 +123,7 @@ class BatchRecorder[Note](Executor):
     """
 
     def __init__(self, executor: Executor, notes_of: Callable[[ScheduledBatch], Iterable[Note]]):
-        self._executor = executor
-        self._notes_of = notes_of
+        self._executor, self._notes_of = executor, notes_of
         self._notes: list[Note] = []
 
     def execute(self, batch: ScheduledBatch) -> StepResult:
@@ -151,10 +146,6 @@ class BatchRecorder[Note](Executor):
 # A loop without a model
 
 
-MAX_PREFILL_SEQS = 16
-MAX_BATCHED_TOKENS = 8192
-
-
 def make_loop(
     num_seqs: int,
     mean_prompt: int,
@@ -167,32 +158,22 @@ def make_loop(
     """An idle loop and its device, with memory for the longest sequences of `endless_requests`."""
     max_len = 2 * (mean_prompt + mean_output)
     memory = BlockManager(num_seqs * -(-max_len // block_size) + 1, block_size)
-    device = SleepingDevice(
-        memory,
+    rows = DecodeRows(memory, max_num_seqs=num_seqs, max_model_len=max_len)
+    device = SleepingDevice(memory, rows, max_prefill_seqs=16, device_s=device_s)
+    config = EngineConfig(
         max_num_seqs=num_seqs,
+        max_num_batched_tokens=8192,
         max_model_len=max_len,
-        max_prefill_seqs=MAX_PREFILL_SEQS,
-        device_s=device_s,
+        max_prefill_seqs=16,
     )
-    scheduler = Scheduler(
-        memory,
-        EngineConfig(
-            max_num_seqs=num_seqs,
-            max_num_batched_tokens=MAX_BATCHED_TOKENS,
-            max_model_len=max_len,
-            max_prefill_seqs=MAX_PREFILL_SEQS,
-        ),
-        eos_token_ids=(),
-    )
+    scheduler = Scheduler(memory, config, eos_token_ids=())
     return EngineCore(scheduler, device, is_pipelined=is_pipelined), device
 
 
 def endless_requests(seed: int, mean_prompt: int, mean_output: int) -> Iterator[Request]:
     """Lengths are uniform; no two prompts begin alike, so that none finds another's blocks."""
     rng = np.random.default_rng(seed)
-    number = 0
-    while True:
+    for number in itertools.count():
         prompt = int(rng.integers(1, 2 * mean_prompt))
         params = SamplingParams(max_tokens=int(rng.integers(1, 2 * mean_output)))
         yield Request(str(number), (number,) * prompt, params, 0.0, seed=number)
-        number += 1

