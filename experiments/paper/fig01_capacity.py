@@ -19,7 +19,7 @@ Expect seconds without the simulation, a minute with --quick and ten without, on
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -31,10 +31,9 @@ from experiments.lib.experiment import grid, run
 from experiments.lib.options import option
 from experiments.lib.reporting import print_rows, print_table, write_results
 from experiments.paper.requests import LENGTHS, draw, note_on_length
-from experiments.paper.setups import GIB, SETUPS, SYSTEMS, Deployment
+from experiments.paper.setups import GIB, SETUPS, SYSTEMS, Deployment, shape_of
 from experiments.paper.simulations import Load, SearchOptions, find_panels, loads_of, overloaded
 from paged_jax.memory.sizing import num_blocks_in, num_sequences_in, room_for_kv
-from paged_jax.models.config import ModelConfig
 from paged_jax.simulation.cost_model import RooflineCost, StepWork
 from paged_jax.simulation.setups import (
     GPU,
@@ -76,7 +75,7 @@ def setup_rows() -> Rows:
     """The paper's table 1, recomputed."""
     return [
         {
-            "setup": setup.deployment.name,
+            "setup": setup.name,
             "weights_gib": setup.model.weight_bytes / GIB,
             "kv_gib": setup.kv_bytes / GIB,
             "paper_kv_gib": setup.kv_gib,  # as printed there, in GB
@@ -90,18 +89,6 @@ def setup_rows() -> Rows:
 
 
 # The model and the GPUs that the options describe
-
-
-def shape_of(config: ModelConfig, bytes_per_value: int) -> ModelShape:
-    """A Llama-family model as the cost model sees it."""
-    names = {field.name for field in fields(ModelShape)} & {field.name for field in fields(config)}
-    return ModelShape(
-        **{name: getattr(config, name) for name in names},
-        max_model_len=config.max_position_embeddings,
-        is_gated=True,
-        has_tied_embeddings=config.tie_word_embeddings,
-        bytes_per_value=bytes_per_value,
-    )
 
 
 def described_model(config: Config) -> ModelShape:

@@ -98,7 +98,7 @@ def main(config: Config) -> None:
         print(note_on_length(name, setups[0].model.max_model_len, config.seed))
     longest = mean_output("sharegpt", config.seed)
     loads = {
-        (setup.model.name, lengths): loads_of(config, setup.deployment, lengths, duration_s)
+        (setup.model.name, lengths): loads_of(config, setup, lengths, duration_s)
         for lengths in config.lengths
         for duration_s in [config.duration_s * (mean_output(lengths, config.seed) / longest)]
         for setup in setups

@@ -87,7 +87,7 @@ def plot(rows: list[dict[str, Any]], out_dir: str) -> None:
 
 
 def main(config: Config) -> None:
-    deployment = find_setup(config.model).deployment
+    deployment = find_setup(config.model)
     panels = [parse_rate("loads", "lengths:rate, as in alpaca:30", text) for text in config.loads]
     for lengths in dict.fromkeys(lengths for lengths, _ in panels):
         print(note_on_length(lengths, deployment.model.max_model_len, config.seed))

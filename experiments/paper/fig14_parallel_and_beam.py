@@ -79,7 +79,7 @@ def row_of(kind: tuple[str, int], found: Sustained) -> dict[str, Any]:
 
 
 def main(config: Config) -> None:
-    deployment = find_setup(config.model).deployment
+    deployment = find_setup(config.model)
     lengths, duration_s = config.lengths, config.duration_s
     print(note_on_length(lengths, deployment.model.max_model_len, config.seed))
     loads = {
