@@ -173,29 +173,19 @@ def find_sustained(
         latency = points[rate].normalised_latency_s
         return latency is not None and latency <= objective_s
 
-    def found(rate: float | None) -> Sustained:
-        return Sustained(load, rate, [points[rate] for rate in sorted(points)])
-
-    low, high = 0.0, first_rate(load)
-    while low == 0.0 and high * load.duration_s >= MIN_REQUESTS:
-        if is_met(high):
-            low = high
-        else:
-            high /= 2
-    if low == 0.0:
-        return found(None)
-    high = 2 * low
-    while is_met(high):
-        low, high = high, 2 * high
-    while high > (1 + precision) * low:
-        middle = float(np.sqrt(low * high))
-        if is_met(middle):
-            low = middle
-        else:
-            high = middle
-    for fraction in fractions:
-        is_met(fraction * low)
-    return found(low)
+    low = first_rate(load)
+    while (is_enough := low * load.duration_s >= MIN_REQUESTS) and not is_met(low):
+        low /= 2
+    if is_enough:
+        high = 2 * low
+        while is_met(high):
+            low, high = high, 2 * high
+        while high > (1 + precision) * low:
+            middle = float(np.sqrt(low * high))
+            low, high = (middle, high) if is_met(middle) else (low, middle)
+        for fraction in fractions:
+            is_met(fraction * low)
+    return Sustained(load, low if is_enough else None, [points[rate] for rate in sorted(points)])
 
 
 def find_panels(
