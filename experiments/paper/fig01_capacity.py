@@ -32,7 +32,7 @@ from experiments.lib.options import option
 from experiments.lib.reporting import print_rows, print_table, write_results
 from experiments.paper.requests import LENGTHS, draw, note_on_length
 from experiments.paper.setups import GIB, SETUPS, SYSTEMS, Deployment, shape_of
-from experiments.paper.simulations import Load, SearchOptions, find_panels, loads_of, overloaded
+from experiments.paper.simulations import Load, SearchOptions, find_panels, overloaded
 from paged_jax.memory.sizing import num_blocks_in, num_sequences_in, room_for_kv
 from paged_jax.simulation.cost_model import StepWork
 from paged_jax.simulation.setups import GPUS, MODEL_SHAPES, ModelShape, find_gpu, find_model_shape
@@ -159,7 +159,7 @@ def overloaded_row(load: Load) -> dict[str, Any]:
 def system_rows(config: Config, deployment: Deployment) -> Rows:
     """Each simulated system, overloaded, and the rate (requests/s) that it sustains."""
     size = config.block_size
-    loads = loads_of(config, deployment, config.lengths, config.duration_s, block_size=size)
+    loads = config.loads_of(deployment, config.lengths, config.duration_s, block_size=size)
     # Paging, which comes last, takes longest.
     full = grid(overloaded_row, loads[::-1], config, unit="system", processes=config.processes)
     [searches] = find_panels({(): loads}, config).values()
@@ -243,9 +243,8 @@ def main(config: Config) -> None:
 def claims(results: Results) -> Iterator[Claim]:
     """The slots of each set-up, and what fills the memory."""
     for row in results["cases"]:
-        slots, paper_slots = row["slots_k"], row["paper_k"]
-        rule = "the same three digits"
-        yield Claim(f"KV slots: {row['setup']}", paper_slots, slots, rule, slots == paper_slots)
+        slots, papers, rule = row["slots_k"], row["paper_k"], "the same three digits"
+        yield Claim(f"KV slots: {row['setup']}", papers, slots, rule, slots == papers)
     for name, percent in PAPER_SHARES.items():
         share = results["memory_shares"][name]
         yield claim(

@@ -36,20 +36,13 @@ from experiments.lib.experiment import grid, run
 from experiments.lib.options import engine_options, option
 from experiments.lib.reporting import print_rows, write_results
 from experiments.paper.fig13_batched_requests import PAPER_BATCH_SIZE
-from experiments.paper.requests import LENGTHS
+from experiments.paper.requests import LENGTHS, scaled_lengths
 from experiments.paper.setups import OPT_13B, ORCA, SYSTEMS, System, chosen_systems
-from experiments.paper.simulations import Load, SystemOptions, loads_of
+from experiments.paper.simulations import Load, SystemOptions
 from experiments.paper.waste import CATEGORIES, Waste, plot_shares, waste_of
 from paged_jax import Engine, SamplingParams
 from paged_jax.loading import load_config
-from paged_jax.workloads import (
-    SERVED_LENGTHS,
-    Lengths,
-    LogNormal,
-    VocabRange,
-    WorkloadRequest,
-    build_workload,
-)
+from paged_jax.workloads import VocabRange, WorkloadRequest, build_workload
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -126,23 +119,12 @@ def simulated_rows(config: Config) -> Rows:
     points = [
         (load, config.rate or (120.0 if lengths == "alpaca" else 4.0))
         for lengths in config.lengths
-        for load in loads_of(config, OPT_13B, lengths, config.duration_s, block_size=size)
+        for load in config.loads_of(OPT_13B, lengths, config.duration_s, block_size=size)
     ]
     return grid(simulated_row, points, config, unit="run", processes=config.processes)
 
 
 # Real
-
-
-def scaled_lengths(max_model_len: int) -> Lengths:
-    """The lengths of `sharegpt_served`, in relation to the longest sequence."""
-    served = SERVED_LENGTHS["sharegpt_served"]
-    scale = max_model_len / OPT_13B.model.max_model_len
-
-    def scaled(distribution: Any) -> LogNormal:
-        return LogNormal(max(1.0, distribution.mean * scale), distribution.sigma)
-
-    return Lengths(scaled(served.prompt), scaled(served.output))
 
 
 def real_run(
@@ -171,7 +153,7 @@ def real_run(
 def real_rows(config: Config, systems: list[System]) -> Rows:
     requests, notes = build_workload(
         "lengths",
-        lengths=scaled_lengths(config.real_max_model_len),
+        lengths=scaled_lengths(config.real_max_model_len / OPT_13B.model.max_model_len),
         num_requests=config.num_real_requests,
         max_model_len=config.real_max_model_len,
         vocab=VocabRange(0, load_config(config.model).vocab_size),

@@ -30,7 +30,7 @@ from experiments.lib.options import option
 from experiments.lib.reporting import report
 from experiments.paper.requests import note_on_length
 from experiments.paper.setups import SETUPS, SYSTEMS, find_setup
-from experiments.paper.simulations import Load, SystemOptions, loads_of, parse_rate
+from experiments.paper.simulations import Load, SystemOptions, parse_rate
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,7 +94,7 @@ def main(config: Config) -> None:
     items = [
         (load, rate)
         for lengths, rate in panels
-        for load in loads_of(config, deployment, lengths, config.duration_s)
+        for load in config.loads_of(deployment, lengths, config.duration_s)
     ]
     # Short requests and paging, which come last, take longest.
     rows = grid(measure, items[::-1], config, unit="run", processes=config.processes)[::-1]

@@ -288,21 +288,18 @@ def main(config: Config) -> None:
 
 def claims(results: Results) -> Iterator[Claim]:
     """The best block sizes, and what large blocks cost short requests."""
+    notes = {
+        "simulated": "what a block costs a kernel is assumed to be the same at any block size",
+        "real": "of another model on another device: what a block costs is that of its kernel",
+    }
     for row in [row for row in results["best"] if row["paper"] is not None]:
         low, high = map(int, row["paper"].split(" to "))
         best = [int(size) for size in row["best"].split(", ")]
         is_papers = REFERENCE in best or all(low <= size <= high for size in best)
-        is_simulated = row["run"] == "simulated"
-        yield Claim(
-            f"best block sizes, {row['run']}, {row['workload']}",
-            row["paper"],
-            row["best"],
-            f"{REFERENCE} among the best, or all of them within the paper's",
-            is_papers if is_simulated else None,
-            "what a block costs a kernel is assumed to be the same at any block size"
-            if is_simulated
-            else "of another model on another device: what a block costs is that of its kernel",
-        )
+        what = f"best block sizes, {row['run']}, {row['workload']}"
+        rule = f"{REFERENCE} among the best, or all of them within the paper's"
+        holds = is_papers if row["run"] == "simulated" else None
+        yield Claim(what, row["paper"], row["best"], rule, holds, notes[row["run"]])
     rows = chosen(results["cases"], run="simulated", workload="alpaca")
     latencies = {row["block_size"]: row["latency_ms"] for row in rows}
     largest = max(latencies, default=0)

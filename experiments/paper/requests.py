@@ -1,7 +1,9 @@
 """The requests that simulated systems serve: lengths by name, Poisson arrivals, a fixed seed."""
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from functools import lru_cache
+from typing import Any
 
 import numpy as np
 
@@ -61,6 +63,16 @@ SYNTHETIC_LENGTHS = NAMED_LENGTHS | {
 }
 LENGTHS = (*SYNTHETIC_LENGTHS, TRACED_LENGTHS, SHARED_PREFIXES)
 FILLER = VocabRange(0, 50_000)  # which tokens they are decides nothing
+
+
+def scaled_lengths(scale: float) -> Lengths:
+    """The lengths of `sharegpt_served` times `scale`, of the same spread."""
+
+    def scaled(part: Any) -> LogNormal:
+        return replace(part, mean=max(1.0, part.mean * scale))
+
+    served = SYNTHETIC_LENGTHS["sharegpt_served"]
+    return Lengths(scaled(served.prompt), scaled(served.output))
 
 
 def poisson_requests(

@@ -24,6 +24,15 @@ class SystemOptions(SimulationOptions):
 
     systems: tuple[str, ...] = option((*ORCA, "paged"), "Systems to compare.", choices=SYSTEMS)
 
+    def loads_of(
+        self, deployment: Deployment, lengths: str, duration_s: float, **options: Any
+    ) -> "list[Load]":
+        """The same requests for each system that is compared."""
+        return [
+            Load(system.name, deployment, lengths, duration_s, seed=self.seed, **options)
+            for system in chosen_systems(self.systems)
+        ]
+
 
 @dataclass(frozen=True, kw_only=True)
 class SearchOptions(SystemOptions):
@@ -86,16 +95,6 @@ class Load:
             horizon_s=self.duration_s if cut else None,
             seed=self.seed,
         )
-
-
-def loads_of(
-    config: SystemOptions, deployment: Deployment, lengths: str, duration_s: float, **options: Any
-) -> list[Load]:
-    """The same requests for each system that is compared."""
-    return [
-        Load(system.name, deployment, lengths, duration_s, seed=config.seed, **options)
-        for system in chosen_systems(config.systems)
-    ]
 
 
 OVERLOAD = 20  # times as many requests as a first guess says are served
