@@ -19,7 +19,7 @@ Expect seconds without the simulation, a minute with --quick and ten without, on
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -31,19 +31,11 @@ from experiments.lib.experiment import grid, run
 from experiments.lib.options import option
 from experiments.lib.reporting import print_rows, print_table, write_results
 from experiments.paper.requests import LENGTHS, draw, note_on_length
-from experiments.paper.setups import GIB, SETUPS, SYSTEMS, Deployment
-from experiments.paper.simulations import Load, SearchOptions, find_panels, loads_of, overloaded
+from experiments.paper.setups import GIB, SETUPS, SYSTEMS, Deployment, shape_of
+from experiments.paper.simulations import Load, SearchOptions, find_panels, overloaded
 from paged_jax.memory.sizing import num_blocks_in, num_sequences_in, room_for_kv
-from paged_jax.models.config import ModelConfig
-from paged_jax.simulation.cost_model import RooflineCost, StepWork
-from paged_jax.simulation.setups import (
-    GPU,
-    GPUS,
-    MODEL_SHAPES,
-    ModelShape,
-    find_gpu,
-    find_model_shape,
-)
+from paged_jax.simulation.cost_model import StepWork
+from paged_jax.simulation.setups import GPUS, MODEL_SHAPES, ModelShape, find_gpu, find_model_shape
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,7 +68,7 @@ def setup_rows() -> Rows:
     """The paper's table 1, recomputed."""
     return [
         {
-            "setup": setup.deployment.name,
+            "setup": setup.name,
             "weights_gib": setup.model.weight_bytes / GIB,
             "kv_gib": setup.kv_bytes / GIB,
             "paper_kv_gib": setup.kv_gib,  # as printed there, in GB
@@ -92,18 +84,6 @@ def setup_rows() -> Rows:
 # The model and the GPUs that the options describe
 
 
-def shape_of(config: ModelConfig, bytes_per_value: int) -> ModelShape:
-    """A Llama-family model as the cost model sees it."""
-    names = {field.name for field in fields(ModelShape)} & {field.name for field in fields(config)}
-    return ModelShape(
-        **{name: getattr(config, name) for name in names},
-        max_model_len=config.max_position_embeddings,
-        is_gated=True,
-        has_tied_embeddings=config.tie_word_embeddings,
-        bytes_per_value=bytes_per_value,
-    )
-
-
 def described_model(config: Config) -> ModelShape:
     bytes_per_value = 4 if config.dtype == "float32" else 2
     try:
@@ -116,21 +96,16 @@ def described_model(config: Config) -> ModelShape:
     return shape_of(load_config(config.model), bytes_per_value)
 
 
-def memory_share(config: Config, model: ModelShape, gpu: GPU) -> float:
-    """The share of the memory that weights and KV may take."""
-    if config.memory_share is not None:
-        return config.memory_share
-    described = model, gpu, config.num_gpus
-    papers = [s for s in SETUPS.values() if (s.model, s.gpu, s.num_gpus) == described]
-    return papers[0].share if papers else ENGINE_SHARE
-
-
 def plan(config: Config) -> tuple[Deployment, dict[str, float]]:
     """The deployment that the options describe, and the figures of its memory."""
     model, gpu, num_gpus = described_model(config), find_gpu(config.gpu), config.num_gpus
     if config.memory_gib is not None:
         gpu = replace(gpu, memory_bytes=int(config.memory_gib * GIB))
-    block_size, share = config.block_size, memory_share(config, model, gpu)
+    block_size, share = config.block_size, config.memory_share
+    if share is None:
+        described = model, gpu, num_gpus
+        papers = [s.share for s in SETUPS.values() if (s.model, s.gpu, s.num_gpus) == described]
+        share = [*papers, ENGINE_SHARE][0]
     room = room_for_kv(num_gpus * gpu.memory_bytes, model.weight_bytes, share=share)
     num_blocks = num_blocks_in(room, model.kv_bytes_per_token * block_size)
     if num_blocks < 1:
@@ -144,19 +119,17 @@ def plan(config: Config) -> tuple[Deployment, dict[str, float]]:
     slots = [request.num_prompt_tokens + request.max_tokens - 1 for request in requests]
     mean, p95 = round(float(np.mean(slots))), int(np.percentile(slots, 95))
     lengths = {"mean": mean, "p95": p95, "greatest": model.max_model_len}
-    memory = {
+    return Deployment(model, gpu, num_gpus, num_blocks * block_size), {
         "weights (GiB)": model.weight_bytes / GIB,
         "share of the memory for weights and KV": share,
         "memory for KV (GiB)": room / GIB,
         "KV per token (KiB)": model.kv_bytes_per_token / 1024,
         f"blocks of {block_size} slots": num_blocks,
         "KV slots (tokens)": num_blocks * block_size,
-    }
-    fitting = {
+    } | {
         f"sequences of {name} length ({length})": num_sequences_in(num_blocks, block_size, length)
         for name, length in lengths.items()
     }
-    return Deployment(model, gpu, num_gpus, num_blocks * block_size), memory | fitting
 
 
 def memory_shares(deployment: Deployment) -> dict[str, float]:
@@ -186,7 +159,7 @@ def overloaded_row(load: Load) -> dict[str, Any]:
 def system_rows(config: Config, deployment: Deployment) -> Rows:
     """Each simulated system, overloaded, and the rate (requests/s) that it sustains."""
     size = config.block_size
-    loads = loads_of(config, deployment, config.lengths, config.duration_s, block_size=size)
+    loads = config.loads_of(deployment, config.lengths, config.duration_s, block_size=size)
     # Paging, which comes last, takes longest.
     full = grid(overloaded_row, loads[::-1], config, unit="system", processes=config.processes)
     [searches] = find_panels({(): loads}, config).values()
@@ -205,13 +178,14 @@ def throughput_by_batch(
     deployment: Deployment, context: int, block_size: int, max_batch_size: int
 ) -> list[BatchPoint]:
     """Decode steps of 1, 2, 3, ... sequences that attend to `context` tokens each."""
-    cost = RooflineCost(deployment.gpu, deployment.model, deployment.num_gpus)
-    points = []
-    for size in range(1, max_batch_size + 1):
+    cost = SYSTEMS["paged"].cost(deployment)
+
+    def point(size: int) -> BatchPoint:
         work = StepWork(size, size * context, (), num_first_samples=0, block_size=block_size)
         step_s = cost.step_s(work)
-        points.append(BatchPoint(size, 1e3 * step_s, size / step_s))
-    return points
+        return BatchPoint(size, 1e3 * step_s, size / step_s)
+
+    return list(map(point, range(1, max_batch_size + 1)))
 
 
 def plot(
@@ -222,9 +196,9 @@ def plot(
     bottom = 0.0
     for name, percent in memory_shares(deployment).items():
         height = percent / 100 * deployment.memory_bytes / GIB
-        [bar] = left.bar(0, height, bottom=bottom, width=0.5)
+        bar = left.bar(0, height, bottom=bottom, width=0.5)
         text = f"{name}\n{height:.1f} GiB, {percent:.0f} %"
-        left.annotate(text, bar.get_center(), ha="center", va="center", fontsize=8)
+        left.bar_label(bar, [text], label_type="center", fontsize=8)
         bottom += height
     left.set(xlim=(-0.5, 0.5), xticks=[], ylabel="GiB")
     left.set_title(deployment.name, fontsize=10)
@@ -269,9 +243,8 @@ def main(config: Config) -> None:
 def claims(results: Results) -> Iterator[Claim]:
     """The slots of each set-up, and what fills the memory."""
     for row in results["cases"]:
-        slots, paper_slots = row["slots_k"], row["paper_k"]
-        rule = "the same three digits"
-        yield Claim(f"KV slots: {row['setup']}", paper_slots, slots, rule, slots == paper_slots)
+        slots, papers, rule = row["slots_k"], row["paper_k"], "the same three digits"
+        yield Claim(f"KV slots: {row['setup']}", papers, slots, rule, slots == papers)
     for name, percent in PAPER_SHARES.items():
         share = results["memory_shares"][name]
         yield claim(

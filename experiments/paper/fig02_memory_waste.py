@@ -33,23 +33,16 @@ from experiments.lib import figures
 from experiments.lib.claims import Claim, Results, Rows, Rule, at_least, chosen, claim, in_order
 from experiments.lib.driver import serve
 from experiments.lib.experiment import grid, run
-from experiments.lib.options import option
+from experiments.lib.options import engine_options, option
 from experiments.lib.reporting import print_rows, write_results
 from experiments.paper.fig13_batched_requests import PAPER_BATCH_SIZE
-from experiments.paper.requests import LENGTHS
+from experiments.paper.requests import LENGTHS, scaled_lengths
 from experiments.paper.setups import OPT_13B, ORCA, SYSTEMS, System, chosen_systems
-from experiments.paper.simulations import Load, SystemOptions, loads_of
+from experiments.paper.simulations import Load, SystemOptions
 from experiments.paper.waste import CATEGORIES, Waste, plot_shares, waste_of
 from paged_jax import Engine, SamplingParams
 from paged_jax.loading import load_config
-from paged_jax.workloads import (
-    SERVED_LENGTHS,
-    Lengths,
-    LogNormal,
-    VocabRange,
-    WorkloadRequest,
-    build_workload,
-)
+from paged_jax.workloads import VocabRange, WorkloadRequest, build_workload
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -126,23 +119,12 @@ def simulated_rows(config: Config) -> Rows:
     points = [
         (load, config.rate or (120.0 if lengths == "alpaca" else 4.0))
         for lengths in config.lengths
-        for load in loads_of(config, OPT_13B, lengths, config.duration_s, block_size=size)
+        for load in config.loads_of(OPT_13B, lengths, config.duration_s, block_size=size)
     ]
     return grid(simulated_row, points, config, unit="run", processes=config.processes)
 
 
 # Real
-
-
-def scaled_lengths(max_model_len: int) -> Lengths:
-    """The lengths of `sharegpt_served`, in relation to the longest sequence."""
-    served = SERVED_LENGTHS["sharegpt_served"]
-    scale = max_model_len / OPT_13B.model.max_model_len
-
-    def scaled(distribution: Any) -> LogNormal:
-        return LogNormal(max(1.0, distribution.mean * scale), distribution.sigma)
-
-    return Lengths(scaled(served.prompt), scaled(served.output))
 
 
 def real_run(
@@ -151,19 +133,15 @@ def real_run(
     """Where the pool's slots went, and each request's tokens."""
     max_model_len = config.real_max_model_len
     block_size = max(1, config.block_size * max_model_len // OPT_13B.model.max_model_len)
-    engine = Engine(
-        config.model,
-        memory_policy=system.memory_policy,
-        scheduling_policy=system.scheduling_policy,
-        block_size=block_size,
-        num_blocks=int(config.real_pool * max_model_len) // block_size,
-        max_num_seqs=config.max_num_seqs,
-        max_num_batched_tokens=config.max_num_batched_tokens,
-        max_model_len=max_model_len,
-        enable_prefix_caching=False,  # requests share nothing with each other
-        seed=config.seed,
-    )
-    with closing(engine):
+    options = engine_options(config) | {
+        "memory_policy": system.memory_policy,
+        "scheduling_policy": system.scheduling_policy,
+        "block_size": block_size,
+        "num_blocks": int(config.real_pool * max_model_len) // block_size,
+        "max_model_len": max_model_len,
+        "enable_prefix_caching": False,  # requests share nothing with each other
+    }
+    with closing(Engine(config.model, **options)) as engine:
         engine.warm_up(progress=False)
         run = serve(engine, requests, SamplingParams(temperature=0))
     if refused := [served.refusal for served in run.served if served.refusal]:
@@ -175,7 +153,7 @@ def real_run(
 def real_rows(config: Config, systems: list[System]) -> Rows:
     requests, notes = build_workload(
         "lengths",
-        lengths=scaled_lengths(config.real_max_model_len),
+        lengths=scaled_lengths(config.real_max_model_len / OPT_13B.model.max_model_len),
         num_requests=config.num_real_requests,
         max_model_len=config.real_max_model_len,
         vocab=VocabRange(0, load_config(config.model).vocab_size),
@@ -194,29 +172,20 @@ def real_rows(config: Config, systems: list[System]) -> Rows:
 # Results
 
 
-def explain(rows: Rows, block_size: int) -> list[str]:
-    """Why shares are further than `POINTS` from the paper's."""
-    line = "{run}, {lengths}, {system}: {off_points:.1f} points off: "
-    return [
-        line.format_map(row) + reason(row["system"], row["tokens_to_come"], block_size)
-        for row in rows
-        if (row["off_points"] or 0) > POINTS
-    ]
-
-
-def reason(system: str, tokens_to_come: float | None, block_size: int) -> str:
-    if tokens_to_come is None:
-        return f"sequences end in blocks of {block_size} half full"
+def explanation(row: dict[str, Any], block_size: int) -> str:
+    """Why the row's shares are further than `POINTS` from the paper's."""
+    line = "{run}, {lengths}, {system}: {off_points:.1f} points off: ".format_map(row)
+    system, to_come = row["system"], row["tokens_to_come"]
+    if to_come is None:
+        return f"{line}sequences end in blocks of {block_size} half full"
     # Figure 2's shares over the batch sizes of Figure 13.
-    tokens, reserved, *_ = PAPER_PERCENT[system]
-    batch_size = PAPER_BATCH_SIZE["sharegpt", 2.0][system]
-    paper = (tokens + reserved) / 100 * OPT_13B.num_slots / batch_size
-    if abs(tokens_to_come / paper - 1) <= 0.05:
-        return "lengths agree, so it is how reservations are rounded up"
-    other = "less" if tokens_to_come < paper else "more"
+    paper = sum(PAPER_PERCENT[system][:2]) / 100 * OPT_13B.num_slots
+    paper /= PAPER_BATCH_SIZE["sharegpt", 2.0][system]
+    if abs(to_come / paper - 1) <= 0.05:
+        return f"{line}lengths agree, so it is how reservations are rounded up"
     return (
-        f"running sequences come to hold {tokens_to_come:.0f} tokens, the paper's {paper:.0f}, so "
-        f"{other} of what is reserved is used"
+        f"{line}running sequences come to hold {to_come:.0f} tokens, the paper's {paper:.0f}, so "
+        f"{'less' if to_come < paper else 'more'} of what is reserved is used"
     )
 
 
@@ -257,7 +226,8 @@ def main(config: Config) -> None:
     rows = simulated_rows(config) if "simulated" in config.runs else []
     if "real" in config.runs:
         rows += real_rows(config, systems)
-    explanations = explain(rows, config.block_size)
+    off = [row for row in rows if (row["off_points"] or 0) > POINTS]
+    explanations = [explanation(row, config.block_size) for row in off]
     print_tables(rows)
     write_results(rows, config, paper_percent=PAPER_PERCENT, explanations=explanations)
     plot(rows, systems, config.out_dir)

@@ -26,28 +26,13 @@ from typing import Any
 
 import numpy as np
 
-from experiments.lib.claims import (
-    Claim,
-    Results,
-    Rows,
-    at_least,
-    chosen,
-    claim,
-    figure,
-    in_order,
-)
+from experiments.lib.claims import Claim, Results, Rows, at_least, chosen, claim, figure, in_order
 from experiments.lib.experiment import run
 from experiments.lib.options import option
 from experiments.lib.reporting import report
 from experiments.paper.requests import LENGTHS, draw, note_on_length
 from experiments.paper.setups import MAX_NUM_SEQS, SETUPS, SYSTEMS, find_setup
-from experiments.paper.simulations import (
-    SearchOptions,
-    Sustained,
-    find_panels,
-    loads_of,
-    save_curves,
-)
+from experiments.paper.simulations import SearchOptions, Sustained, find_panels, save_curves
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -98,17 +83,13 @@ def main(config: Config) -> None:
         print(note_on_length(name, setups[0].model.max_model_len, config.seed))
     longest = mean_output("sharegpt", config.seed)
     loads = {
-        (setup.model.name, lengths): loads_of(config, setup.deployment, lengths, duration_s)
+        (setup.model.name, lengths): config.loads_of(setup, lengths, duration_s)
         for lengths in config.lengths
         for duration_s in [config.duration_s * (mean_output(lengths, config.seed) / longest)]
         for setup in setups
     }
-    panels = find_panels(
-        loads,
-        config,
-        precision=0.04 if config.quick else 0.02,
-        fractions=FRACTIONS[1::2] if config.quick else FRACTIONS,
-    )
+    fractions, precision = (FRACTIONS[1::2], 0.04) if config.quick else (FRACTIONS, 0.02)
+    panels = find_panels(loads, config, precision=precision, fractions=fractions)
     report(
         f"Sustained within {config.objective_s:g} s per output token",
         [row_of(found) for compared in panels.values() for found in compared],

@@ -30,7 +30,7 @@ from experiments.lib.options import option
 from experiments.lib.reporting import report
 from experiments.paper.requests import note_on_length
 from experiments.paper.setups import SETUPS, SYSTEMS, find_setup
-from experiments.paper.simulations import Load, SystemOptions, loads_of, parse_rate
+from experiments.paper.simulations import Load, SystemOptions, parse_rate
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,14 +87,14 @@ def plot(rows: list[dict[str, Any]], out_dir: str) -> None:
 
 
 def main(config: Config) -> None:
-    deployment = find_setup(config.model).deployment
+    deployment = find_setup(config.model)
     panels = [parse_rate("loads", "lengths:rate, as in alpaca:30", text) for text in config.loads]
     for lengths in dict.fromkeys(lengths for lengths, _ in panels):
         print(note_on_length(lengths, deployment.model.max_model_len, config.seed))
     items = [
         (load, rate)
         for lengths, rate in panels
-        for load in loads_of(config, deployment, lengths, config.duration_s)
+        for load in config.loads_of(deployment, lengths, config.duration_s)
     ]
     # Short requests and paging, which come last, take longest.
     rows = grid(measure, items[::-1], config, unit="run", processes=config.processes)[::-1]

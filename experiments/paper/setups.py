@@ -1,9 +1,10 @@
 """The models, GPUs and systems that the paper compares (Kwon et al., table 1 and section 6.1)."""
 
-from collections.abc import Collection
-from dataclasses import dataclass
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass, fields
 
 from paged_jax.memory.sizing import room_for_kv
+from paged_jax.models.config import ModelConfig
 from paged_jax.simulation.cost_model import CostModel, RooflineCost
 from paged_jax.simulation.run import SystemConfig
 from paged_jax.simulation.setups import GPU, ModelShape, find_gpu, find_model_shape
@@ -13,6 +14,18 @@ GIB = 2**30
 MAX_NUM_SEQS = 1024
 
 # Models on GPUs
+
+
+def shape_of(config: ModelConfig, bytes_per_value: int) -> ModelShape:
+    """A Llama-family model as the cost model sees it."""
+    names = {field.name for field in fields(ModelShape)} & {field.name for field in fields(config)}
+    return ModelShape(
+        **{name: getattr(config, name) for name in names},
+        max_model_len=config.max_position_embeddings,
+        is_gated=True,
+        has_tied_embeddings=config.tie_word_embeddings,
+        bytes_per_value=bytes_per_value,
+    )
 
 
 @dataclass(frozen=True)
@@ -34,50 +47,41 @@ class Deployment:
 
 
 @dataclass(frozen=True)
-class Setup:
-    """A row of table 1. `kv_gib`: its memory for KV, which it calls GB and rounds to whole ones."""
+class Setup(Deployment):
+    """A row of table 1, of which `kv_gib` and `paper_num_slots` are as the paper prints them.
 
-    model: ModelShape
-    gpu: GPU
-    num_gpus: int
+    share: of the GPUs' memory, for weights and KV; taken as a property of the kind of GPU. It is
+        that of the first row with that GPU, by the row's own figures; the others follow. OPT-66B's
+        own would be too small: its row says 21 GB, in which 9.6K slots fit, and 9.7K slots, which
+        take 21.3 GiB. The 21.35 GiB that follow from OPT-13B's row agree with both.
+    kv_bytes: what weights leave of that share.
+    kv_gib: its memory for KV, which the paper calls GB and rounds to whole ones.
+    """
+
+    share: float
+    kv_bytes: int
     kv_gib: int
-    paper_num_slots: int  # as the paper prints it
+    paper_num_slots: int
 
-    @property
-    def memory_bytes(self) -> int:
-        return self.num_gpus * self.gpu.memory_bytes
 
-    @property
-    def share(self) -> float:
-        """Share of the GPUs' memory for weights and KV, taken as a property of the kind of GPU.
-
-        It is that of the first row with that GPU, by the row's own figures; the others follow.
-        OPT-66B's own would be too small: its row says 21 GB, in which 9.6K slots fit, and 9.7K
-        slots, which take 21.3 GiB. The 21.35 GiB that follow from OPT-13B's row agree with both.
-        """
-        first = next(setup for setup in SETUPS.values() if setup.gpu == self.gpu)
-        return (first.model.weight_bytes + first.kv_gib * GIB) / first.memory_bytes
-
-    @property
-    def kv_bytes(self) -> int:
-        """Memory for KV: what weights leave of that share."""
-        return room_for_kv(self.memory_bytes, self.model.weight_bytes, share=self.share)
-
-    @property
-    def num_slots(self) -> int:
-        return self.kv_bytes // self.model.kv_bytes_per_token
-
-    @property
-    def deployment(self) -> Deployment:
-        return Deployment(self.model, self.gpu, self.num_gpus, self.num_slots)
+def _table_1(*rows: tuple[str, str, int, int, int]) -> Iterator[Setup]:
+    """rows: model, kind of GPU, GPUs, `kv_gib` and `paper_num_slots`."""
+    shares: dict[GPU, float] = {}
+    for model_name, gpu_name, num_gpus, kv_gib, paper_num_slots in rows:
+        model, gpu = find_model_shape(model_name), find_gpu(gpu_name)
+        memory_bytes = num_gpus * gpu.memory_bytes
+        share = shares.setdefault(gpu, (model.weight_bytes + kv_gib * GIB) / memory_bytes)
+        kv_bytes = room_for_kv(memory_bytes, model.weight_bytes, share=share)
+        num_slots = kv_bytes // model.kv_bytes_per_token
+        yield Setup(model, gpu, num_gpus, num_slots, share, kv_bytes, kv_gib, paper_num_slots)
 
 
 SETUPS = {
     setup.model.name: setup
-    for setup in (
-        Setup(find_model_shape("OPT-13B"), find_gpu("A100-40GB"), 1, 12, 15_700),
-        Setup(find_model_shape("OPT-66B"), find_gpu("A100-40GB"), 4, 21, 9_700),
-        Setup(find_model_shape("OPT-175B"), find_gpu("A100-80GB"), 8, 264, 60_100),
+    for setup in _table_1(
+        ("OPT-13B", "A100-40GB", 1, 12, 15_700),
+        ("OPT-66B", "A100-40GB", 4, 21, 9_700),
+        ("OPT-175B", "A100-80GB", 8, 264, 60_100),
     )
 }
 
@@ -89,7 +93,7 @@ def find_setup(model_name: str) -> Setup:
     return SETUPS[model_name]
 
 
-OPT_13B = find_setup("OPT-13B").deployment  # most of the paper's figures are of it
+OPT_13B = SETUPS["OPT-13B"]  # most of the paper's figures are of it
 
 # Systems, which differ in memory and batching alone
 

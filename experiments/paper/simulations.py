@@ -24,6 +24,15 @@ class SystemOptions(SimulationOptions):
 
     systems: tuple[str, ...] = option((*ORCA, "paged"), "Systems to compare.", choices=SYSTEMS)
 
+    def loads_of(
+        self, deployment: Deployment, lengths: str, duration_s: float, **options: Any
+    ) -> "list[Load]":
+        """The same requests for each system that is compared."""
+        return [
+            Load(system.name, deployment, lengths, duration_s, seed=self.seed, **options)
+            for system in chosen_systems(self.systems)
+        ]
+
 
 @dataclass(frozen=True, kw_only=True)
 class SearchOptions(SystemOptions):
@@ -86,16 +95,6 @@ class Load:
             horizon_s=self.duration_s if cut else None,
             seed=self.seed,
         )
-
-
-def loads_of(
-    config: SystemOptions, deployment: Deployment, lengths: str, duration_s: float, **options: Any
-) -> list[Load]:
-    """The same requests for each system that is compared."""
-    return [
-        Load(system.name, deployment, lengths, duration_s, seed=config.seed, **options)
-        for system in chosen_systems(config.systems)
-    ]
 
 
 OVERLOAD = 20  # times as many requests as a first guess says are served
@@ -173,29 +172,19 @@ def find_sustained(
         latency = points[rate].normalised_latency_s
         return latency is not None and latency <= objective_s
 
-    def found(rate: float | None) -> Sustained:
-        return Sustained(load, rate, [points[rate] for rate in sorted(points)])
-
-    low, high = 0.0, first_rate(load)
-    while low == 0.0 and high * load.duration_s >= MIN_REQUESTS:
-        if is_met(high):
-            low = high
-        else:
-            high /= 2
-    if low == 0.0:
-        return found(None)
-    high = 2 * low
-    while is_met(high):
-        low, high = high, 2 * high
-    while high > (1 + precision) * low:
-        middle = float(np.sqrt(low * high))
-        if is_met(middle):
-            low = middle
-        else:
-            high = middle
-    for fraction in fractions:
-        is_met(fraction * low)
-    return found(low)
+    low = first_rate(load)
+    while (is_enough := low * load.duration_s >= MIN_REQUESTS) and not is_met(low):
+        low /= 2
+    if is_enough:
+        high = 2 * low
+        while is_met(high):
+            low, high = high, 2 * high
+        while high > (1 + precision) * low:
+            middle = float(np.sqrt(low * high))
+            low, high = (middle, high) if is_met(middle) else (low, middle)
+        for fraction in fractions:
+            is_met(fraction * low)
+    return Sustained(load, low if is_enough else None, [points[rate] for rate in sorted(points)])
 
 
 def find_panels(

@@ -1,17 +1,22 @@
 """Where a pool's KV slots go over a run, in the categories of the paper's Figure 2."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 from matplotlib.axes import Axes
-from matplotlib.patches import Patch
 
-from experiments.lib.serving_figures import batch_size
+from experiments.lib.serving_figures import batch_size, kv_usage
 from paged_jax.observability.observer import IterationStats
 
-CATEGORIES = ("token_states", "reserved", "internal", "external", "free")
-COLOURS = ("tab:green", "tab:olive", "tab:orange", "tab:red", "0.9")
+LEGEND = {  # of each category
+    "token_states": ("token states", "tab:green"),
+    "reserved": ("reservation", "tab:olive"),
+    "internal": ("internal", "tab:orange"),
+    "external": ("external", "tab:red"),
+    "free": ("free", "0.9"),
+}
+CATEGORIES = tuple(LEGEND)
 
 
 @dataclass(frozen=True)
@@ -52,18 +57,13 @@ def waste_of(iterations: Sequence[IterationStats]) -> Waste:
             "raise the rate or the number of requests"
         )
 
-    def mean(values: Iterable[float]) -> float:
-        return float(np.average(list(values), weights=seconds))
-
-    batch = mean(map(batch_size, waited))
-    kept = mean(stats.usage.token_states + stats.usage.reserved for stats in waited)
-    shares = {
-        name: 100 * mean(stats.usage.shares()[name] for stats in waited) for name in CATEGORIES
-    }
+    batch = float(np.average(list(map(batch_size, waited)), weights=seconds))
+    kept = [stats.usage.token_states + stats.usage.reserved for stats in waited]
+    shares = kv_usage(waited) or {}
     return Waste(
-        **shares,
+        **{name: 100 * shares[name] for name in CATEGORIES},
         batch_size=batch,
-        tokens_to_come=kept / batch,
+        tokens_to_come=float(np.average(kept, weights=seconds)) / batch,
         waited_percent=100 * sum(seconds) / sum(stats.wall_s for stats in iterations),
     )
 
@@ -73,26 +73,19 @@ def plot_shares(axes: Axes, groups: Mapping[str, Mapping[str, Sequence[float]]])
 
     groups: by the label of a group, its bars by name, which stand beside each other.
     """
-    width = 0.8 / max(len(bars) for bars in groups.values())
+    width = 0.8 / max(map(len, groups.values()))
     ticks: dict[float, str] = {}
     for place, (label, bars) in enumerate(groups.items()):
-        for number, (name, shares) in enumerate(bars.items()):
-            x, bottom = place + width * number, 0.0
-            ticks[x] = name
-            for share, colour in zip(shares, COLOURS, strict=True):
-                axes.bar(x, share, width * 0.92, bottom=bottom, color=colour)
-                if share > 4:
-                    middle = bottom + share / 2
-                    axes.text(x, middle, f"{share:.1f}", ha="center", va="center", fontsize=7)
-                bottom += share
+        ticks |= {place + width * number: name for number, name in enumerate(bars)}
         axes.text(place + width * (len(bars) - 1) / 2, 102, label, ha="center")
+    heights = np.array([shares for bars in groups.values() for shares in bars.values()]).T
+    for category, height, top in zip(CATEGORIES, heights, heights.cumsum(axis=0), strict=True):
+        label, colour = LEGEND[category]
+        drawn = axes.bar(
+            list(ticks), height, width * 0.92, bottom=top - height, color=colour, label=label
+        )
+        shown = [f"{share:.1f}" if share > 4 else "" for share in height]
+        axes.bar_label(drawn, shown, label_type="center", fontsize=7)
     axes.set_xticks(list(ticks), list(ticks.values()), fontsize=7, rotation=60)
     axes.set_ylim(0, 108)
-    axes.legend(
-        [Patch(color=colour) for colour in COLOURS],
-        ["token states", "reservation", "internal", "external", "free"],
-        loc="lower center",
-        bbox_to_anchor=(0.5, 1),
-        ncols=5,
-        fontsize=8,
-    )
+    axes.legend(loc="lower center", bbox_to_anchor=(0.5, 1), ncols=5, fontsize=8)

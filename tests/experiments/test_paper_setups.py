@@ -9,10 +9,8 @@ from experiments.paper import simulations
 from experiments.paper.fig01_capacity import memory_shares, throughput_by_batch
 from experiments.paper.fig18_block_size import Row, best_block_sizes, held_figures
 from experiments.paper.requests import LENGTHS, draw, note_on_length, poisson_requests
-from experiments.paper.setups import SETUPS, SYSTEMS, chosen_systems, find_setup
+from experiments.paper.setups import OPT_13B, SETUPS, SYSTEMS, chosen_systems, find_setup
 from experiments.paper.simulations import Load, Point, find_sustained
-
-OPT_13B = SETUPS["OPT-13B"].deployment
 
 
 def load(system: str = "paged", duration_s: float = 40.0, **options) -> Load:
@@ -162,8 +160,8 @@ def test_paging_batches_more_than_orca_which_batches_by_what_it_reserves():
 def test_waste_and_tables_are_shares_of_what_is_held():
     waste, tables = held_figures(
         block_size=16,
-        internal=100.0,
-        held=1000.0,
+        num_slots=2000,
+        shares={"token_states": 0.4, "reserved": 0.05, "internal": 0.05, "free": 0.5},
         num_seqs=2.0,
         max_model_len=100,
         token_bytes=50,
