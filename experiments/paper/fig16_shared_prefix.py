@@ -21,7 +21,6 @@ results.csv and shared_prefix.png.
 import json
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import closing
 from dataclasses import dataclass
 from operator import itemgetter
 from pathlib import Path
@@ -32,6 +31,7 @@ from tqdm import tqdm
 
 from experiments.lib import figures
 from experiments.lib.claims import Claim, Results, Rule, above, claim, figure, in_order
+from experiments.lib.driver import with_and_without_cache
 from experiments.lib.experiment import grid, run
 from experiments.lib.options import Options, engine_option, engine_options, option
 from experiments.lib.paired import in_turn, ratio_spread
@@ -91,24 +91,10 @@ class Pair:
 
     def __init__(self, config: Config, with_cache: Engine, without: Engine):
         self._config, self._with_cache, self._without = config, with_cache, without
-        for engine in (with_cache, without):
-            engine.warm_up()
-            self._answer(engine, [[0, 1]], "untimed")
 
     def _encode(self, text: str) -> list[int]:
         token_ids: list[int] = self._with_cache.tokenizer.encode(text, add_special_tokens=False)
         return token_ids
-
-    def _answer(
-        self, engine: Engine, prompts: Sequence[list[int]], salt: str
-    ) -> tuple[float, list[RequestOutput]]:
-        """(seconds, outputs) of prompts that are all there at the start."""
-        params = SamplingParams(
-            temperature=0, max_tokens=self._config.output_tokens, ignore_eos=True, cache_salt=salt
-        )
-        start = time.perf_counter()
-        outputs = engine.generate(prompts, params, progress=False)
-        return time.perf_counter() - start, outputs
 
     def measure(self, num_prefix: int) -> Row:
         """Let both engines answer the same requests, round by round.
@@ -127,11 +113,11 @@ class Pair:
             salt = f"{num_prefix} tokens, round {number}"
             if engine is with_cache:
                 engine.pin_prefix(prefix, cache_salt=salt)
-            elapsed, answered = self._answer(engine, prompts, salt)
+            start = time.perf_counter()
+            outputs[engine] += generate(engine, prompts, config.output_tokens, salt)
+            seconds[engine].append(time.perf_counter() - start)
             if engine is with_cache:
                 engine.unpin_prefix(prefix, cache_salt=salt)
-            seconds[engine].append(elapsed)
-            outputs[engine] += answered
         num_tokens = config.num_requests * config.output_tokens
         low, ratio, high = ratio_spread(seconds[without], seconds[with_cache])
         num_prompt = sum(len(output.prompt_token_ids) for output in outputs[with_cache])
@@ -163,10 +149,11 @@ class Pair:
         for number, kind in tqdm(turns, "single prompts", total, leave=False, unit="prompt"):
             salt = f"{kind}, round {number}"
             if kind == "cached":
-                time_to_first_token(engine, prompt[: config.prefill_prefix_tokens], salt)
-            elapsed, num_cached = time_to_first_token(engine, prompt, salt)
-            seconds[kind].append(elapsed)
-            cached_tokens = max(cached_tokens, num_cached)
+                generate(engine, [prompt[: config.prefill_prefix_tokens]], 1, salt)
+            [output] = generate(engine, [prompt], 1, salt)
+            assert output.metrics.first_token_s is not None
+            seconds[kind].append(output.metrics.first_token_s - output.metrics.arrival_s)
+            cached_tokens = max(cached_tokens, output.num_cached_tokens)
         low, ratio, high = ratio_spread(seconds["cached"], seconds["uncached"])
         return {
             "prompt_tokens": config.prefill_tokens,
@@ -180,13 +167,12 @@ class Pair:
         }
 
 
-def time_to_first_token(engine: Engine, prompt: list[int], salt: str) -> tuple[float, int]:
-    """(seconds from a request's arrival to its first token, tokens found in the cache)."""
-    params = SamplingParams(temperature=0, max_tokens=1, ignore_eos=True, cache_salt=salt)
-    [output] = engine.generate(prompt, params, progress=False)
-    first_token_s = output.metrics.first_token_s
-    assert first_token_s is not None
-    return first_token_s - output.metrics.arrival_s, output.num_cached_tokens
+def generate(
+    engine: Engine, prompts: Sequence[list[int]], num_tokens: int, salt: str
+) -> list[RequestOutput]:
+    """Answers of `num_tokens` to prompts that are all there at the start."""
+    params = SamplingParams(temperature=0, max_tokens=num_tokens, ignore_eos=True, cache_salt=salt)
+    return engine.generate(prompts, params, progress=False)
 
 
 def plot(rows: Sequence[Row], out_dir: str) -> None:
@@ -213,21 +199,13 @@ def main(config: Config) -> None:
             f"--prefill_tokens={config.prefill_tokens}"
         )
     options = engine_options(config)
-    with (
-        closing(Engine(config.model, **options, enable_prefix_caching=True)) as with_cache,
-        closing(Engine(config.model, **options, enable_prefix_caching=False)) as without,
-    ):
+    with with_and_without_cache(config.model, **options) as (with_cache, without):
         pair = Pair(config, with_cache, without)
         rows = grid(pair.measure, config.prefix_tokens, config, unit="prefix")
         prefill = pair.measure_prefill()
-    report(
-        f"Few-shot prompts to {with_cache.config.name}: output tokens/s",
-        rows,
-        config,
-        rounds=config.rounds,
-        output_tokens=config.output_tokens,
-        prefill=prefill,
-    )
+    title = f"Few-shot prompts to {with_cache.config.name}: output tokens/s"
+    facts: Row = {"rounds": config.rounds, "output_tokens": config.output_tokens}
+    report(title, rows, config, **facts, prefill=prefill)
     print_rows("Single prompts, time to first token", [prefill])
     plot(rows, config.out_dir)
     print("paper: over Orca (Oracle), LLaMA-13B on an A100")

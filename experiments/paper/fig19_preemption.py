@@ -22,7 +22,7 @@ results.json, results.csv (micro), end_to_end.csv and preemption.png.
 """
 
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from operator import itemgetter
 from typing import Any
@@ -114,14 +114,14 @@ class Preemption:
         engines = {}
         with ExitStack() as stack:
             for mode in MODES:
-                engines[mode] = engine = Engine(
+                engine = Engine(
                     model,
                     num_blocks=sum(blocks) if mode == "none" else small,
                     preemption_mode="recompute" if mode == "none" else mode,
                     swap_space_blocks=sum(blocks) if mode in ("swap", "auto") else 0,
                     **options,
                 )
-                stack.callback(engine.close)
+                engines[mode] = stack.enter_context(closing(engine))
                 engine.warm_up()
             for number in range(config.served_rounds):
                 # A noisy machine slows all of them.
@@ -173,51 +173,44 @@ def over_rounds(rounds: Sequence[Served], wanted: Outputs) -> Row:
     return rows[0] | medians | {"same_percent": 100 * sum(same) / len(same)}
 
 
-def compare(rows: Sequence[Row]) -> list[Row]:
-    """The paper's claims beside figures of the micro run, measured and modelled.
+def compare(rows: Sequence[Row], served_rows: Sequence[Row]) -> Iterator[Row]:
+    """The paper's claims beside figures of both runs, measured and modelled.
 
     rows: by block size. a100: with a copy for each block and layer, as in the paper's system.
     """
-    sizes = [row["block_size"] for row in rows]
-    each, swap, recompute = (  # [measured or modelled, block size]
-        np.array([[row[f"{kind}{name}_ms"] for row in rows] for kind in ("", "a100_")])
-        for name in WAYS.values()
-    )
-    over_swap, small_large = recompute / each, f"block size {sizes[0]} / {sizes[-1]}"
-    low, high = MIDDLE_BLOCKS
-    small = "swapping is slow at small blocks: many small copies"
-    flat = "recomputing takes the same at any block size"
-    bound = "recomputing takes never more than 20 % longer than swapping"
-    even = f"from {low} to {high} slots a block both are about even"
-    compared = [
-        (small, f"a copy for each block: {small_large}", each[:, 0] / each[:, -1]),
-        ("likewise", f"blocks gathered first: {small_large}", swap[:, 0] / swap[:, -1]),
-        (flat, "longest / shortest", recompute.max(axis=1) / recompute.min(axis=1)),
-        (bound, f"recompute / swap, the most (paper: {MOST_OVER_SWAP})", over_swap.max(axis=1)),
-        *(
-            (even, f"recompute / swap, block size {size}", over_swap[:, i])
-            for i, size in enumerate(sizes)
-            if low <= size <= high
-        ),
-    ]
-    return [
-        {"paper": paper, "figure": figure, "measured": found[0].item(), "a100": found[1].item()}
-        for paper, figure, found in compared
-    ]
-
-
-def compare_served(rows: Sequence[Row]) -> list[Row]:
-    """The paper's claim about runs end to end."""
-    latency_ms = {(row["block_size"], row["mode"]): row["latency_ms"] for row in rows}
-    return [
-        {
+    if rows:
+        sizes = [row["block_size"] for row in rows]
+        each, swap, recompute = (  # [measured or modelled, block size]
+            np.array([[row[f"{kind}{name}_ms"] for row in rows] for kind in ("", "a100_")])
+            for name in WAYS.values()
+        )
+        over_swap, small_large = recompute / each, f"block size {sizes[0]} / {sizes[-1]}"
+        low, high = MIDDLE_BLOCKS
+        small = "swapping is slow at small blocks: many small copies"
+        flat = "recomputing takes the same at any block size"
+        bound = "recomputing takes never more than 20 % longer than swapping"
+        even = f"from {low} to {high} slots a block both are about even"
+        for paper, figure, found in (
+            (small, f"a copy for each block: {small_large}", each[:, 0] / each[:, -1]),
+            ("likewise", f"blocks gathered first: {small_large}", swap[:, 0] / swap[:, -1]),
+            (flat, "longest / shortest", recompute.max(axis=1) / recompute.min(axis=1)),
+            (bound, f"recompute / swap, the most (paper: {MOST_OVER_SWAP})", over_swap.max(axis=1)),
+            *(
+                (even, f"recompute / swap, block size {size}", over_swap[:, i])
+                for i, size in enumerate(sizes)
+                if low <= size <= high
+            ),
+        ):
+            measured, a100 = found.tolist()
+            yield {"paper": paper, "figure": figure, "measured": measured, "a100": a100}
+    latency_ms = {(row["block_size"], row["mode"]): row["latency_ms"] for row in served_rows}
+    for size in dict.fromkeys(size for size, _ in latency_ms):
+        yield {
             "paper": "both are about even, end to end",
             "figure": f"latency, recompute / swap, block size {size}",
             "measured": latency_ms[size, "recompute"] / latency_ms[size, "swap"],
             "a100": None,
         }
-        for size in dict.fromkeys(size for size, _ in latency_ms)
-    ]
 
 
 def plot(config: Config, rows: Sequence[Row], served_rows: Sequence[Row]) -> None:
@@ -252,20 +245,18 @@ def main(config: Config) -> None:
     preemption = Preemption(config)
     rows: list[Row] = []
     served_rows: list[Row] = []
-    comparisons: list[Row] = []
     if "micro" in config.runs:
         sizes = sorted({*config.block_sizes})
         rows = grid(preemption.measure, sizes, config, unit="block size", description="micro")
-        comparisons += compare(rows)
         print_rows("Measured: one sequence, taken out and brought back", rows, MEASURED)
         print_rows("Modelled: OPT-13B on an A100", rows, MODELLED)
     if "end_to_end" in config.runs:
         sizes = sorted({*config.served_block_sizes})
         served = grid(preemption.serve, sizes, config, unit="block size", description="end to end")
         served_rows = [row for of_size in served for row in of_size]
-        comparisons += compare_served(served_rows)
         print_rows("End to end", served_rows, SERVED)
         print_rows("End to end, a round", served_rows, COUNTED)
+    comparisons = list(compare(rows, served_rows))
     print_rows("The paper's claims (a100: modelled)", comparisons)
     write_results(rows, config, a100=micro.COST, end_to_end=served_rows, claims=comparisons)
     write_csv(config.out_dir, "end_to_end.csv", served_rows)
