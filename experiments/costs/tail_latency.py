@@ -39,7 +39,7 @@ from experiments.lib import figures
 from experiments.lib.claims import Claim, Results, Rule, claim
 from experiments.lib.driver import ServedRequest, ServedRun, require_fitting, serve
 from experiments.lib.experiment import grid, run
-from experiments.lib.options import Options, engine_option, option
+from experiments.lib.options import Options, engine_option, engine_options, option
 from experiments.lib.reporting import print_rows, print_table, spread, write_results
 from experiments.lib.serving_figures import batch_size, outcome
 from paged_jax import Engine, SamplingParams
@@ -173,20 +173,11 @@ def warm_engine(config: Config, **options: Any) -> Iterator[Engine]:
     Nothing is shared between requests, so that systems differ in scheduling alone.
     """
     model, requests = load(config)
-    is_chunked = options.get("enable_chunked_prefill", True)
-    blocks_for_long = -(-config.max_len // config.block_size)
-    engine = Engine(
-        model,
-        block_size=config.block_size,
-        num_blocks=config.num_blocks or 4 * blocks_for_long,
-        max_num_seqs=config.max_num_seqs,
-        max_num_batched_tokens=config.max_num_batched_tokens if is_chunked else config.max_len,
-        max_model_len=config.max_len,
-        enable_prefix_caching=False,
-        seed=config.seed,
-        **options,
-    )
-    with closing(engine):
+    own = engine_options(config) | {"max_model_len": config.max_len} | options
+    own["num_blocks"] = config.num_blocks or 4 * -(-config.max_len // config.block_size)
+    if not own.get("enable_chunked_prefill", True):
+        own["max_num_batched_tokens"] = config.max_len
+    with closing(Engine(model, **own, enable_prefix_caching=False)) as engine:
         require_fitting(engine, requests)
         engine.warm_up()
         for request in requests[: config.long_every]:

@@ -35,6 +35,7 @@ from experiments.lib.driver import serve
 from experiments.lib.experiment import grid, run
 from experiments.lib.options import Options, engine_option, engine_options, option
 from experiments.lib.reporting import print_rows, write_csv, write_results
+from experiments.lib.serving_figures import complete_outputs, run_figures, shortfalls
 from experiments.paper import fig19_micro as micro
 from paged_jax import Engine, SamplingParams
 from paged_jax.loading import load_model
@@ -135,33 +136,22 @@ class Preemption:
 
 
 def serve_once(engine: Engine, requests: Sequence[WorkloadRequest]) -> Served:
-    """Serve requests that are all there at the start, greedily."""
-    before = num_preempted(engine)
+    """Serve requests that are all there at the start, greedily; counts are the engine's so far."""
     served = serve(engine, requests, SamplingParams(temperature=0))
-    outputs = [each.output for each in served.served if each.output is not None]
+    outputs = complete_outputs(served)
     if len(outputs) < len(requests):
-        raise ValueError(next(s.refusal or "no output" for s in served.served if s.output is None))
-    tokens = [output.outputs[0].token_ids for output in outputs]
-    seconds = [(output.metrics.last_token_s or 0) - output.metrics.arrival_s for output in outputs]
-    latencies = np.divide(seconds, [len(each) for each in tokens])
-    wall_s, swap_s = (sum(getattr(s, of) for s in served.steps) for of in ("wall_s", "swap_s"))
+        raise ValueError(shortfalls(served.served)[0]["why"])
+    found = run_figures(served, engine, served.start_s)
     row = {
-        "output_per_s": sum(map(len, tokens)) / served.wall_s,  # tokens/s
-        "latency_ms": 1e3 * float(np.mean(latencies)),  # normalised: arrival to the end, by token
-        **{name: count - before[name] for name, count in num_preempted(engine).items()},
-        "swap_percent": 100 * swap_s / wall_s,  # of the time that iterations take
+        "output_per_s": found["output_tokens_per_s"],
+        "latency_ms": 1e3 * found["normalised_latency_s"]["mean"],  # arrival to the end, by token
+        "preemptions": found["preemptions"],
+        "by_swap": found["preemptions_by_swap"],
+        "swapped_blocks": found["swapped_out_blocks"] + found["swapped_in_blocks"],
+        "recomputed_tokens": found["recomputed_tokens"],
+        "swap_percent": 100 * found["swap_s"] / sum(step.wall_s for step in served.steps),
     }
-    return row, tokens
-
-
-def num_preempted(engine: Engine) -> dict[str, int]:
-    counters = engine.core.scheduler.counters
-    return {
-        "preemptions": counters.num_preemptions,
-        "by_swap": counters.num_preemptions_by_swap,
-        "swapped_blocks": counters.num_swapped_out_blocks + counters.num_swapped_in_blocks,
-        "recomputed_tokens": counters.num_recomputed_tokens,
-    }
+    return row, [output.outputs[0].token_ids for output in outputs]
 
 
 def over_rounds(rounds: Sequence[Served], wanted: Outputs) -> Row:
@@ -220,8 +210,7 @@ def plot(config: Config, rows: Sequence[Row], served_rows: Sequence[Row]) -> Non
     sizes = [row["block_size"] for row in rows]
     for panel, kind in ((measured, ""), (modelled, "a100_")):
         for label, name in WAYS.items():
-            times = [row[f"{kind}{name}_ms"] for row in rows]
-            figures.lines(panel, {label: list(zip(sizes, times, strict=True))})
+            figures.lines(panel, {label: [(r["block_size"], r[f"{kind}{name}_ms"]) for r in rows]})
         panel.set(xscale="log", yscale="log", xlabel="block size (slots)")
         panel.set_ylabel("out and in again, or prefill (ms)")
         panel.set_xticks(sizes, map(str, sizes))
