@@ -7,8 +7,7 @@
 Two kinds of devices serve one by one and pipelined, in turn, so that a noisy machine slows both:
 
 - A simulated one that sleeps for a given time per iteration, as a GPU leaves the host alone. The
-  scheduler, the memory manager and the device's arrays are real; text is not in it. It shows what a
-  GPU of that speed would gain, and is no measurement of one.
+  scheduler, the memory manager and the device's arrays are real.
 - The model on JAX's default device, in a whole engine. On a CPU the "device" computes on the same
   cores that plan the next iteration, so that there is little to gain.
 
@@ -32,7 +31,7 @@ from experiments.lib.options import Options, option
 from experiments.lib.paired import in_turn, ratio_spread
 from experiments.lib.reporting import environment, report
 from paged_jax import Engine, SamplingParams
-from paged_jax.loading import LoadedModel, load_model
+from paged_jax.loading import load_model
 from paged_jax.observability.observer import IterationStats
 
 
@@ -94,13 +93,8 @@ def simulated_round(point: Point, config: Config, *, is_pipelined: bool) -> Roun
     """Rounds of a loop in which ``num_seqs`` sequences run all the time."""
     assert point.device_ms is not None
     lengths = config.prompt_tokens, config.output_tokens
-    core, _ = make_loop(
-        point.num_seqs,
-        *lengths,
-        block_size=BLOCK_SIZE,
-        device_s=point.device_ms / 1e3,
-        is_pipelined=is_pipelined,
-    )
+    device: dict[str, Any] = {"device_s": point.device_ms / 1e3, "is_pipelined": is_pipelined}
+    core, _ = make_loop(point.num_seqs, *lengths, block_size=BLOCK_SIZE, **device)
     stats: list[IterationStats] = []
     core.on_iteration = stats.append
     requests = endless_requests(config.seed, *lengths)
@@ -123,7 +117,7 @@ def simulated_round(point: Point, config: Config, *, is_pipelined: bool) -> Roun
 
 def model_round(point: Point, config: Config, *, is_pipelined: bool) -> Round:
     """Rounds of an engine: twice as many requests as run at a time, each round the same."""
-    model, num_seqs = load(config.model), point.num_seqs
+    model, num_seqs = load(config.model, "float32"), point.num_seqs
     rng = np.random.default_rng(config.seed)
     prompts, params = [], []
     for seed in range(2 * num_seqs):
@@ -149,9 +143,7 @@ def model_round(point: Point, config: Config, *, is_pipelined: bool) -> Round:
     return partial(timed, generate, stats)
 
 
-@cache
-def load(model: str) -> LoadedModel:
-    return load_model(model, "float32")
+load = cache(load_model)
 
 
 def timed(

@@ -11,17 +11,18 @@ prefix caching off. Both answer the same requests, all there at the start, in tu
 so that a noisy machine slows both; ratios are medians over the rounds. Outputs have a fixed length.
 
 Then single prompts of 400 tokens, of which the first 341 are in the cache or not: the time from a
-request's arrival to its first token.
+request's arrival to its first token. The paper compares with Orca on another model and on a GPU;
+here only the cache is different.
 
-The paper compares with Orca on another model and on a GPU; here only the cache is different. Expect
-minutes with --quick and a quarter of an hour without on two CPU cores. --out_dir gets results.json,
-results.csv and shared_prefix.png.
+Expect minutes with --quick and a quarter of an hour without on two CPU cores. --out_dir gets
+results.json, results.csv and shared_prefix.png.
 """
 
 import json
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from operator import itemgetter
 from pathlib import Path
 from typing import Any
@@ -91,10 +92,7 @@ class Pair:
 
     def __init__(self, config: Config, with_cache: Engine, without: Engine):
         self._config, self._with_cache, self._without = config, with_cache, without
-
-    def _encode(self, text: str) -> list[int]:
-        token_ids: list[int] = self._with_cache.tokenizer.encode(text, add_special_tokens=False)
-        return token_ids
+        self._encode = partial(with_cache.tokenizer.encode, add_special_tokens=False)
 
     def measure(self, num_prefix: int) -> Row:
         """Let both engines answer the same requests, round by round.
@@ -122,10 +120,8 @@ class Pair:
         low, ratio, high = ratio_spread(seconds[without], seconds[with_cache])
         num_prompt = sum(len(output.prompt_token_ids) for output in outputs[with_cache])
         num_cached = sum(output.num_cached_tokens for output in outputs[with_cache])
-        same = [
-            one.outputs[0].token_ids == other.outputs[0].token_ids
-            for one, other in zip(outputs[with_cache], outputs[without], strict=True)
-        ]
+        pairs = zip(outputs[with_cache], outputs[without], strict=True)
+        same = [a.outputs[0].token_ids == b.outputs[0].token_ids for a, b in pairs]
         return {
             "prefix": num_prefix,  # tokens
             "requests": config.num_requests,
@@ -178,10 +174,8 @@ def generate(
 def plot(rows: Sequence[Row], out_dir: str) -> None:
     """Output tokens/s of both engines, and the ratio above."""
     figure, [[panel]] = figures.panels(size=(6, 4))
-    speeds = {
-        "without prefix cache": [row["without"] for row in rows],
-        "with": [row["with_cache"] for row in rows],
-    }
+    engines = {"without prefix cache": "without", "with": "with_cache"}
+    speeds = {label: [row[name] for row in rows] for label, name in engines.items()}
     figures.bars(panel, [str(row["prefix"]) for row in rows], speeds)
     for i, row in enumerate(rows):
         text, place = f"{row['ratio']:.2f} times", (i + 0.2, row["with_cache"])
