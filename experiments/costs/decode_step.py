@@ -54,9 +54,7 @@ class Config(Options):
     batch: tuple[int, ...] = option((1, 8, 32), "Batch sizes.", quick=(8,), least=1)
     context: tuple[int, ...] = option((64, 512), "Context lengths (tokens).", quick=(64,), least=1)
     block_size: tuple[int, ...] = option((16,), "Block sizes (tokens).", least=1)
-    table_tokens: tuple[int, ...] = option(
-        (0,), "Widths of the block table (tokens). With 0 it is as wide as the context.", least=0
-    )
+    table_tokens: tuple[int, ...] = option((0,), "Table widths (0: the context).", least=0)
     rounds: int = option(10, "Each step of a case is timed so often.", least=1)
 
 

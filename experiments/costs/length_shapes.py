@@ -16,8 +16,7 @@ Waste is that of `experiments.paper.fig02_memory_waste`, with more requests than
 serve. Tails are those of the time to first token at a rate that it sustains. Where all requests
 take equally long, none holds up many others.
 
-Expect a minute with --quick, and 5 minutes without on two CPU cores. --out_dir gets results.json,
-results.csv and length_shapes.png.
+Expect a minute with --quick, and 5 minutes without on two CPU cores.
 """
 
 from collections.abc import Iterator
@@ -47,17 +46,10 @@ class Config(SystemOptions):
 
 OVERLOAD = 4.0  # requests/s, more than any of the systems can serve
 SHAPES = {"constant": "constant", "uniform": "uniform", "lognormal": "sharegpt_served"}
-COLUMNS = {  # of the table, with their headings
-    "shape": "lengths",
-    "system": "system",
-    "token_states": "tokens",
-    "internal": "internal",
-    "external": "external",
-    "batch_size": "batch",
-    "rate": "rate",
-    "ttft_p50_s": "p50 s",
-    "ttft_p99_s": "p99 s",
-}
+COLUMNS = (  # of the table
+    *("shape", "system", "token_states", "internal", "external"),
+    *("batch_size", "rate", "ttft_p50_s", "ttft_p99_s"),
+)
 
 
 def measure(point: tuple[str, Load, float]) -> dict[str, Any]:

@@ -11,8 +11,7 @@ Two kinds of devices serve one by one and pipelined, in turn, so that a noisy ma
 - The model on JAX's default device, in a whole engine. On a CPU the "device" computes on the same
   cores that plan the next iteration, so that there is little to gain.
 
-Expect about five minutes on two CPU cores. --out_dir gets results.json, results.csv and
-pipelining.png.
+Expect about five minutes on two CPU cores.
 """
 
 import time

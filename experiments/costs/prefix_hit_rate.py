@@ -13,8 +13,7 @@ The trace tells only whether prompts share whole blocks of 512 tokens, so smalle
 find more. In a small pool blocks of 512 find a little more: they do not keep the end of a prompt
 that fills less than a block, which no later prompt asks for.
 
-Expect a minute with --quick and ten without on a CPU, with up to 4 GB of memory. --out_dir gets
-results.json, results.csv and prefix_hit_rate.png.
+Expect a minute with --quick and ten without on a CPU, with up to 4 GB of memory.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -32,15 +31,15 @@ from paged_jax.memory.block_manager import BlockManager
 from paged_jax.workloads import MooncakeRow, read_mooncake
 from paged_jax.workloads.mooncake import HASH_BLOCK_TOKENS
 
+POOLS = (0, 10_000_000, 1_000_000)
+
 
 @dataclass(frozen=True, kw_only=True)
 class Config(Options):
     trace: str = option(None, "The path of a Mooncake trace (JSONL).")
     num_requests: int = option(0, "The trace's first requests; 0: all.", quick=1000, least=0)
     block_size: tuple[int, ...] = option((16, 128, 512, 1024, 2048, 4096), "Block sizes.", least=1)
-    pool_tokens: tuple[int, ...] = option(
-        (0, 10_000_000, 1_000_000), "Slots of the pool; 0: as many as can be used.", least=0
-    )
+    pool_tokens: tuple[int, ...] = option(POOLS, "Slots of the pool; 0: unlimited.", least=0)
 
 
 TEXTBOOK_SHARED_TOKENS = 15

@@ -22,8 +22,7 @@ The chunked system's capacity is its rate when all requests are there at the sta
 that is not given comes from the same run: a gap may take three iterations with a full chunk, the
 first token three times a long prompt's prefill.
 
-Expect ten minutes with --quick and three quarters of an hour without, on two CPU cores. --out_dir
-gets results.json, results.csv and tail_latency.png.
+Expect ten minutes with --quick and three quarters of an hour without, on two CPU cores.
 """
 
 from collections.abc import Iterator, Sequence
@@ -60,9 +59,7 @@ Row = dict[str, Any]
 
 @dataclass(frozen=True, kw_only=True)
 class Config(Options):
-    loads: tuple[float, ...] = option(
-        (0.4, 0.8, 1.6), "Request rates, over the chunked system's capacity.", quick=(0.5, 1.5)
-    )
+    loads: tuple[float, ...] = option((0.4, 0.8, 1.6), "Rates, over capacity.", quick=(0.5, 1.5))
     rates: tuple[float, ...] | None = option(None, "Request rates (1/s), instead of --loads.")
     num_requests: int = option(48, "A run has so many requests.", quick=18, least=2)
     long_every: int = option(9, "One in so many requests has a long prompt.", least=2)
@@ -74,9 +71,7 @@ class Config(Options):
     ttft_s: float | None = option(None, "The objective for the time to first token (s).", least=0)
     model: str = option("smollm2", "The model's name or path.")
     block_size: int = engine_option("block_size")
-    num_blocks: int | None = option(
-        None, "The pool has so many blocks. By default it has room for four long prompts.", least=1
-    )
+    num_blocks: int | None = option(None, "Blocks. By default four long prompts fit.", least=1)
     max_num_seqs: int = engine_option("max_num_seqs", 16)
     max_num_batched_tokens: int = engine_option("max_num_batched_tokens", 256)
 

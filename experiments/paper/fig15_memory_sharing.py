@@ -19,8 +19,7 @@ tells how like a model's the drawn tokens are; a second table compares for how m
 have been apart.
 
 Expect minutes with --quick, which cuts the outputs of the real run, so that prompts and what they
-save weigh more, and half an hour or so without on two CPU cores. --out_dir gets results.json,
-results.csv and memory_sharing.png.
+save weigh more, and half an hour or so without on two CPU cores.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -59,6 +58,7 @@ from paged_jax.workloads import (
 )
 
 RUNS = ("real", "simulated")
+LENGTHS = tuple(PUBLISHED_LENGTHS)
 METHODS = ("parallel", "beam")
 WIDTHS = (2, 4, 6)
 PAPER_PERCENT: dict[tuple[str, str, int], tuple[float, ...]] = {
@@ -77,19 +77,13 @@ PAPER_PERCENT: dict[tuple[str, str, int], tuple[float, ...]] = {
 @dataclass(frozen=True, kw_only=True)
 class Config(SimulationOptions):
     runs: tuple[str, ...] = option(RUNS, "The runs to make; real is two of them.", choices=RUNS)
-    lengths: tuple[str, ...] = option(
-        tuple(PUBLISHED_LENGTHS), "Lengths of the requests.", choices=PUBLISHED_LENGTHS
-    )
+    lengths: tuple[str, ...] = option(LENGTHS, "Lengths of the requests.", choices=LENGTHS)
     widths: tuple[int, ...] = option(WIDTHS, "Numbers of samples or beams of a request.", least=1)
     num_real_requests: int = option(12, "Number of the real run's requests.", quick=4, least=1)
-    max_real_tokens: int = option(
-        0, "The real run's outputs are cut to so many tokens; 0: they are whole.", quick=96, least=0
-    )
+    max_real_tokens: int = option(0, "Real outputs are cut to this; 0: not.", quick=96, least=0)
     num_requests: int = option(1000, "Number of opt_13b's requests.", quick=300, least=1)
     model: str = option("smollm2", "Name or path of the real model.")
-    trace: str | None = option(
-        None, "ShareGPT file of the real prompts. By default the installed package's."
-    )
+    trace: str | None = option(None, "ShareGPT file. By default the installed package's.")
     block_size: int = engine_option("block_size")
     num_slots: int = option(15_700, "KV slots of OPT-13B, one for each token.", least=1)
     max_model_len: int = engine_option("max_model_len", 2048)

@@ -14,8 +14,7 @@ Then single prompts of 400 tokens, of which the first 341 are in the cache or no
 request's arrival to its first token. The paper compares with Orca on another model and on a GPU;
 here only the cache is different.
 
-Expect minutes with --quick and a quarter of an hour without on two CPU cores. --out_dir gets
-results.json, results.csv and shared_prefix.png.
+Expect minutes with --quick and a quarter of an hour without on two CPU cores.
 """
 
 import json
@@ -45,9 +44,7 @@ PREFILL_GOAL = 1 / 3
 
 @dataclass(frozen=True, kw_only=True)
 class Config(Options):
-    prefix_tokens: tuple[int, ...] = option(
-        tuple(PAPER_RATIO), "Numbers of tokens that all prompts begin with.", least=1
-    )
+    prefix_tokens: tuple[int, ...] = option(tuple(PAPER_RATIO), "Prompts share so many.", least=1)
     num_requests: int = option(64, "Number of requests in a round.", quick=16, least=1)
     rounds: int = option(4, "Each engine answers the requests so many times.", quick=3, least=1)
     output_tokens: int = option(32, "Tokens of an output, about as many as it translates.", least=1)

@@ -51,9 +51,7 @@ WITH, WITHOUT = "with", "without"
 
 @dataclass(frozen=True, kw_only=True)
 class Config(Options):
-    trace: str | None = option(
-        None, "ShareGPT file of the conversations. By default the installed package's."
-    )
+    trace: str | None = option(None, "ShareGPT file. By default the installed package's.")
     num_conversations: int = option(12, "Number of conversations in a round.", quick=4, least=1)
     rounds: int = option(2, "Number of rounds, each of other conversations.", least=1)
     num_users: int = option(8, "So many conversations are held at a time.", quick=4, least=1)

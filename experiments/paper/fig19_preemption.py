@@ -38,7 +38,7 @@ from experiments.lib.reporting import print_rows, write_csv, write_results
 from experiments.lib.serving_figures import complete_outputs, run_figures, shortfalls
 from experiments.paper import fig19_micro as micro
 from paged_jax import Engine, SamplingParams
-from paged_jax.loading import load_model
+from paged_jax.loading import LoadedModel, load_model
 from paged_jax.workloads import VocabRange, WorkloadRequest, build_workload
 
 RUNS = ("micro", "end_to_end")
@@ -81,22 +81,22 @@ class Config(Options):
     model: str = option("smollm2", "Name or path of the model.")
 
 
+@dataclass(frozen=True)
 class Preemption:
     """A model whose sequences are preempted, one alone or many under load, at a block size."""
 
-    def __init__(self, config: Config):
-        self._config, self._model = config, load_model(config.model)
+    config: Config
+    model: LoadedModel
 
     def measure(self, block_size: int) -> Row:
         """Take one sequence out of the cache and bring it back."""
-        config = self._config
-        return micro.measure(
-            self._model, config.num_tokens, block_size, rounds=config.rounds, seed=config.seed
-        )
+        rounds, seed = self.config.rounds, self.config.seed
+        tokens = self.config.num_tokens
+        return micro.measure(self.model, tokens, block_size, rounds=rounds, seed=seed)
 
     def serve(self, block_size: int) -> list[Row]:
         """Serve the requests in each mode in turn, round by round."""
-        config, model = self._config, self._model
+        config, model = self.config, self.model
         requests, notes = build_workload(
             "lengths",
             lengths="sharegpt",
@@ -231,7 +231,7 @@ def plot(config: Config, rows: Sequence[Row], served_rows: Sequence[Row]) -> Non
 
 
 def main(config: Config) -> None:
-    preemption = Preemption(config)
+    preemption = Preemption(config, load_model(config.model))
     rows: list[Row] = []
     served_rows: list[Row] = []
     if "micro" in config.runs:
