@@ -172,8 +172,7 @@ def plot(rows: list[dict[str, Any]], out_dir: str) -> None:
 def main(config: Config) -> None:
     points = [Point(n, ms) for ms in config.device_ms for n in config.num_seqs]
     points += [Point(n, None) for n in config.model_seqs if config.model]
-    measured = partial(measure, config=config)
-    rows = grid(measured, points, config, unit="case", description="pipelining")
+    rows = grid(partial(measure, config=config), points, config, unit="case")
     report("One by one and pipelined", rows, config)
     plot(rows, config.out_dir)
     print("Simulated devices sleep: what a GPU of that speed would gain, not a measurement of one.")

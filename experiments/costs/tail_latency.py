@@ -260,14 +260,13 @@ def main(config: Config) -> None:
     measured = partial(measure, config=config, rates=rates, objective=objective)
     cases = [case for own in grid(measured, systems, config, unit="system") for case in own]
 
-    requests = load(config)[1]
+    num_requests, num_long = config.num_requests, config.num_long(load(config)[1])
     ratios = [tail_ratio(rate, cases) for rate in sorted(set(rates))]
-    num_long = config.num_long(requests)
     headings = [
         *("system", "rate", "requests", "refused", "ttft p50", "ttft p99", "gap p50", "gap p99"),
         *("gap max", "tokens/s", "goodput", "batch", "prefill"),
     ]
-    title = f"{model.name}: {len(requests)} requests, {num_long} of them with"
+    title = f"{model.name}: {num_requests} requests, {num_long} of them with"
     values = [list(case.values()) for case in cases]
     print_table(f"{title} {config.long_prompt} tokens of prompt", headings, values)
     print_rows("p99 between two tokens: chunked over whole prompts", ratios)
@@ -275,14 +274,8 @@ def main(config: Config) -> None:
         f"objective: first token within {objective.ttft_s:.3g} s, gaps within "
         f"{objective.gap_s:.3g} s; {capacity:.3g} requests/s when all are there at the start"
     )
-    write_results(
-        cases,
-        config,
-        objective=objective._asdict(),
-        capacity=capacity,
-        long_requests=num_long,
-        gap_p99_ratios=ratios,
-    )
+    facts = {"capacity": capacity, "long_requests": num_long, "gap_p99_ratios": ratios}
+    write_results(cases, config, objective=objective._asdict(), **facts)
     plot(cases, objective, config.out_dir)
 
 

@@ -61,16 +61,12 @@ RUNS = ("real", "simulated")
 LENGTHS = tuple(PUBLISHED_LENGTHS)
 METHODS = ("parallel", "beam")
 WIDTHS = (2, 4, 6)
-PAPER_PERCENT: dict[tuple[str, str, int], tuple[float, ...]] = {
-    ("alpaca", "parallel", 2): (6.1,),
-    ("alpaca", "parallel", 4): (8.5,),
-    ("alpaca", "parallel", 6): (9.8,),
-    ("alpaca", "beam", 2): (37.6,),
-    ("alpaca", "beam", 4): (53.1,),
-    ("alpaca", "beam", 6): (55.2,),
-    # For ShareGPT the paper gives ranges over the widths.
-    **{("sharegpt", "parallel", width): (16.2, 30.5) for width in WIDTHS},
-    **{("sharegpt", "beam", width): (44.3, 66.3) for width in WIDTHS},
+# By width; for ShareGPT the paper gives ranges over the widths.
+PAPER_PERCENT: dict[tuple[str, str], dict[int, tuple[float, ...]]] = {
+    ("alpaca", "parallel"): {2: (6.1,), 4: (8.5,), 6: (9.8,)},
+    ("alpaca", "beam"): {2: (37.6,), 4: (53.1,), 6: (55.2,)},
+    ("sharegpt", "parallel"): dict.fromkeys(WIDTHS, (16.2, 30.5)),
+    ("sharegpt", "beam"): dict.fromkeys(WIDTHS, (44.3, 66.3)),
 }
 
 
@@ -296,7 +292,7 @@ def plot(rows: list[Row], out_dir: str) -> None:
         known = {run: percents for run, percents in runs.items() if any(percents)}
         figures.bars(panel, [f"{row['method']}\n{row['width']}" for row in own], known)
         for i, row in enumerate(own):
-            papers = PAPER_PERCENT.get((name, row["method"], row["width"]), ())
+            papers = PAPER_PERCENT.get((name, row["method"]), {}).get(row["width"], ())
             panel.hlines(papers, i - 0.45, i + 0.45, color="k")
         panel.set_title(name)
     axes[0, 0].set_ylabel("blocks saved by sharing (%)")
@@ -330,7 +326,8 @@ def main(config: Config) -> None:
         for measured in found:
             row |= measured[index]
         apart += row.pop("apart", [])
-        rows.append(row | {"paper": " to ".join(map(str, PAPER_PERCENT.get(point, ()))) or None})
+        papers = PAPER_PERCENT.get(point[:2], {}).get(point.width, ())
+        rows.append(row | {"paper": " to ".join(map(str, papers)) or None})
     report("Blocks saved by sharing (%)", rows, config, **facts, tokens_apart=apart)
     if apart:
         print_rows("Tokens for which the beams have been apart", apart)

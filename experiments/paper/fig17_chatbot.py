@@ -191,11 +191,8 @@ def main(config: Config) -> None:
     wall_s = {name: [run.wall_s for run in of] for name, of in runs.items()}
     parts = list(parts_of(turns))
     low, ratio, high = ratio_spread(wall_s[WITHOUT], wall_s[WITH])
-    same = [
-        a == b
-        for one, other in zip(runs[WITH], runs[WITHOUT], strict=True)
-        for a, b in zip(one.histories, other.histories, strict=True)
-    ]
+    histories = {name: [each for run in of for each in run.histories] for name, of in runs.items()}
+    same = [a == b for a, b in zip(histories[WITH], histories[WITHOUT], strict=True)]
     evictions = sum(run.evictions for run in runs[WITH])
     report(
         f"Conversations with {without.config.name}",
