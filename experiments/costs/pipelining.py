@@ -56,8 +56,8 @@ class Point(NamedTuple):
     device_ms: int | None  # None: the model on JAX's device
 
 
-# (output tokens/s, the statistics of the iterations) of a round
-Round = Callable[[], tuple[float, list[IterationStats]]]
+Timed = tuple[float, list[IterationStats]]  # (output tokens/s, iterations) of a round
+Round = Callable[[], Timed]
 
 
 def measure(point: Point, config: Config) -> dict[str, Any]:
@@ -107,7 +107,7 @@ def simulated_round(point: Point, config: Config, *, is_pipelined: bool) -> Roun
     while core.scheduler.num_running < point.num_seqs:
         steps(1)
 
-    def play() -> tuple[float, list[IterationStats]]:
+    def play() -> Timed:
         steps(1)  # the batch that was in flight while the other loop ran has cost nothing
         return timed(partial(steps, config.iterations), stats)
 
@@ -145,10 +145,8 @@ def model_round(point: Point, config: Config, *, is_pipelined: bool) -> Round:
 load = cache(load_model)
 
 
-def timed(
-    work: Callable[[], object], stats: list[IterationStats]
-) -> tuple[float, list[IterationStats]]:
-    """(output tokens/s, iterations) of some work, whose iterations go into `stats`."""
+def timed(work: Callable[[], object], stats: list[IterationStats]) -> Timed:
+    """The rate and the iterations of some work, whose iterations go into `stats`."""
     stats.clear()
     start = time.perf_counter()
     work()

@@ -217,9 +217,8 @@ def run_command(
             process.terminate()
             process.wait()
             raise
-    seconds, cpu_seconds = time.monotonic() - start, _cpu_seconds() - cpu_start
-    ended = process.returncode, last_line(folder / LOG)
-    outcome = Outcome(command, commit, seconds, cpu_seconds, *ended)
+    took = time.monotonic() - start, _cpu_seconds() - cpu_start
+    outcome = Outcome(command, commit, *took, process.returncode, last_line(folder / LOG))
     (folder / DONE).write_text(json.dumps(asdict(outcome), indent=2) + "\n")
     return outcome
 
