@@ -44,7 +44,9 @@ PREFILL_GOAL = 1 / 3
 
 @dataclass(frozen=True, kw_only=True)
 class Config(Options):
-    prefix_tokens: tuple[int, ...] = option(tuple(PAPER_RATIO), "Prompts share so many.", least=1)
+    prefix_tokens: tuple[int, ...] = option(
+        tuple(PAPER_RATIO), "Numbers of tokens that all prompts begin with.", least=1
+    )
     num_requests: int = option(64, "Number of requests in a round.", quick=16, least=1)
     rounds: int = option(4, "Each engine answers the requests so many times.", quick=3, least=1)
     output_tokens: int = option(32, "Tokens of an output, about as many as it translates.", least=1)

@@ -261,11 +261,10 @@ def main(config: Config) -> int:
     out_dir = Path(config.out_dir)
     commit = reporting.git_commit(Path(__file__).parent)
     sections: list[Section] = []
-    with tqdm(total=len(steps), unit="experiment") as bar:
-        for step in steps:
+    with tqdm(steps, unit="experiment") as bar:
+        for step in bar:
             bar.set_description(step.name)
             sections.append(run_step(step, config, commit, bar))
-            bar.update()
 
     title = f"The paper's figures, again{' (quick)' if config.quick else ''}"
     environment = reporting.environment()
