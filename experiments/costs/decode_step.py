@@ -39,11 +39,11 @@ from paged_jax.executor.buckets import MIN_PREFILL_TOKENS
 from paged_jax.executor.sampling_rows import sampling_batch, sampling_rows
 from paged_jax.loading import load_model
 from paged_jax.models.config import ModelConfig
-from paged_jax.models.params import Params, bind, nest
+from paged_jax.models.params import Params, nest
 from paged_jax.steps import kv_cache
-from paged_jax.steps.kv_cache import LayerCache, PagedKVCache
-from paged_jax.steps.model_steps import NUM_LOGPROBS, decode_step
-from paged_jax.steps.sampling import Sampled, SamplingBatch, sample
+from paged_jax.steps.attention import DecodeIndex, PagedAttention
+from paged_jax.steps.kv_cache import LayerCache
+from paged_jax.steps.model_steps import decode_step
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,9 +54,7 @@ class Config(Options):
     batch: tuple[int, ...] = option((1, 8, 32), "Batch sizes.", quick=(8,), least=1)
     context: tuple[int, ...] = option((64, 512), "Context lengths (tokens).", quick=(64,), least=1)
     block_size: tuple[int, ...] = option((16,), "Block sizes (tokens).", least=1)
-    table_tokens: tuple[int, ...] = option(
-        (0,), "Widths of the block table (tokens). With 0 it is as wide as the context.", least=0
-    )
+    table_tokens: tuple[int, ...] = option((0,), "Table widths (0: the context).", least=0)
     rounds: int = option(10, "Each step of a case is timed so often.", least=1)
 
 
@@ -69,50 +67,16 @@ class Shape(NamedTuple):
     table_tokens: int
 
 
-def contiguous_attention(
-    scale: float, cache: LayerCache, index: tuple[Array, Array], q: Array, k: Array, v: Array
-) -> tuple[Array, LayerCache]:
-    """Decode attention over one row of memory for each sequence: caches `[B, Hk, L, D]`.
+class ContiguousAttention(PagedAttention):
+    """Decode attention over one block for each sequence, `[B, Hk, L, D]`, which needs no table."""
 
-    index: the place of each row's new token and the end of its context, both i32[B].
-    """
-    positions, context_lens = index
-    rows = jnp.arange(len(q))
-    keys = cache[0].at[rows, :, positions].set(k)
-    values = cache[1].at[rows, :, positions].set(v)
-    return two_products(scale, q[:, None], keys, values, context_lens)[:, 0], (keys, values)
-
-
-@partial(jax.jit, static_argnames=("config", "attend"), donate_argnames=("cache",))
-def contiguous_step(
-    params: Params,
-    cache: PagedKVCache,
-    tokens: Array,  # i32[B]
-    positions: Array,  # i32[B]
-    context_lens: Array,  # i32[B]
-    sampling: SamplingBatch,
-    *,
-    config: ModelConfig,
-    attend: Callable[..., Any],
-) -> tuple[PagedKVCache, Sampled]:
-    """`decode_step` with `[B, Hk, L, D]` caches in place of blocks and tables."""
-    model = bind(config, params)
-    hidden, layers = model(tokens, positions, attend, cache.layers, (positions, context_lens))
-    sampled = sample(model.logits(hidden), positions, sampling, num_logprobs=NUM_LOGPROBS)
-    return PagedKVCache.of_layers(layers), sampled
-
-
-def stepper(step: Callable[..., Any], cache: PagedKVCache) -> Callable[[], float]:
-    """A function that makes a step and returns its seconds, until the tokens are on the host."""
-
-    def seconds() -> float:
-        nonlocal cache
-        start = time.perf_counter()
-        cache, sampled = step(cache)
-        np.asarray(sampled.tokens)
-        return time.perf_counter() - start
-
-    return seconds
+    def decode(
+        self, cache: LayerCache, index: DecodeIndex, q: Array, k: Array, v: Array
+    ) -> tuple[Array, LayerCache]:
+        rows, lens = jnp.arange(len(q)), index.context_lens
+        keys = cache[0].at[rows, :, lens - 1].set(k)
+        values = cache[1].at[rows, :, lens - 1].set(v)
+        return two_products(self.scale, q[:, None], keys, values, lens)[:, 0], (keys, values)
 
 
 @cache
@@ -143,7 +107,10 @@ def attention_of(shape: Shape, config: Config) -> AttentionChoice:
 
 
 def make_steppers(shape: Shape, config: Config) -> list[Callable[[], float]]:
-    """A contiguous and a paged step over random caches of `batch` rows of `context` tokens."""
+    """A contiguous and a paged step over random caches of `batch` rows of `context` tokens.
+
+    Each makes one step and returns its seconds, until the tokens are on the host.
+    """
     batch, context, block_size, table = shape
     model, params = load(config)
     choice = attention_of(shape, config)
@@ -155,9 +122,11 @@ def make_steppers(shape: Shape, config: Config) -> list[Callable[[], float]]:
     tables = np.zeros((batch, max(blocks_per_row, -(-table // block_size))), np.int32)
     tables[:, :blocks_per_row] = 1 + rng.permutation(num_blocks - 1).reshape(batch, -1)
     history = np.zeros((batch, 1), np.int32)
-    sampling = jax.device_put(sampling_batch(sampling_rows([], batch), history))
+    sampling = sampling_batch(sampling_rows([], batch), history)
 
-    def random_cache(rows: int, row_tokens: int, head_size: int) -> PagedKVCache:
+    def stepper(
+        attention: PagedAttention, rows: int, row_tokens: int, head_size: int, tables: Any
+    ) -> Callable[[], float]:
         empty = kv_cache.create(
             num_layers=model.num_layers,
             num_blocks=rows,
@@ -167,24 +136,23 @@ def make_steppers(shape: Shape, config: Config) -> list[Callable[[], float]]:
             dtype=config.dtype,
         )
         key = jax.random.key(config.seed)
-        return jax.tree.map(lambda x: jax.random.normal(key, x.shape, x.dtype), empty)
+        cache = jax.tree.map(lambda x: jax.random.normal(key, x.shape, x.dtype), empty)
+        args = jax.device_put((tokens, context_lens - 1, tables, context_lens, sampling))
 
-    args = jax.device_put((tokens, context_lens - 1))
-    attend = partial(contiguous_attention, model.head_dim**-0.5)
-    tables, context_lens = jax.device_put((tables, context_lens))
+        def seconds() -> float:
+            nonlocal cache
+            start = time.perf_counter()
+            cache, sampled = decode_step(params, cache, *args, config=model, attention=attention)
+            np.asarray(sampled.tokens)
+            return time.perf_counter() - start
 
-    def contiguous(cache: PagedKVCache) -> tuple[PagedKVCache, Sampled]:
-        return contiguous_step(
-            params, cache, *args, context_lens, sampling, config=model, attend=attend
-        )
+        return seconds
 
-    def paged(cache: PagedKVCache) -> tuple[PagedKVCache, Sampled]:
-        rows = (*args, tables, context_lens, sampling)
-        return decode_step(params, cache, *rows, config=model, attention=choice.attention)
-
+    contiguous = ContiguousAttention(model.head_dim**-0.5, None, "contiguous", "none")
+    own_block = np.arange(batch, dtype=np.int32)[:, None]
     return [
-        stepper(contiguous, random_cache(batch, context, model.head_dim)),
-        stepper(paged, random_cache(num_blocks, block_size, choice.cache_head_size)),
+        stepper(contiguous, batch, context, model.head_dim, own_block),
+        stepper(choice.attention, num_blocks, block_size, choice.cache_head_size, tables),
     ]
 
 

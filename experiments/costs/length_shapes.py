@@ -13,12 +13,10 @@ paper's ShareGPT workload in any case, and are
     lognormal   as served in the paper (`sharegpt_served`): many short, few very long
 
 Waste is that of `experiments.paper.fig02_memory_waste`, with more requests than the system can
-serve. Tails are those of the time to first token at a rate that it sustains. Reservations of equal
-lengths fit each other like tiles, or just not: a pool looks better or worse than it is. And where
-all requests take equally long, none holds up many others.
+serve. Tails are those of the time to first token at a rate that it sustains. Where all requests
+take equally long, none holds up many others.
 
-Expect a minute with --quick, and 5 minutes without on two CPU cores. --out_dir gets results.json,
-results.csv and length_shapes.png.
+Expect a minute with --quick, and 5 minutes without on two CPU cores.
 """
 
 from collections.abc import Iterator
@@ -48,17 +46,10 @@ class Config(SystemOptions):
 
 OVERLOAD = 4.0  # requests/s, more than any of the systems can serve
 SHAPES = {"constant": "constant", "uniform": "uniform", "lognormal": "sharegpt_served"}
-COLUMNS = {  # of the table, with their headings
-    "shape": "lengths",
-    "system": "system",
-    "token_states": "tokens",
-    "internal": "internal",
-    "external": "external",
-    "batch_size": "batch",
-    "rate": "rate",
-    "ttft_p50_s": "p50 s",
-    "ttft_p99_s": "p99 s",
-}
+COLUMNS = (  # of the table
+    *("shape", "system", "token_states", "internal", "external"),
+    *("batch_size", "rate", "ttft_p50_s", "ttft_p99_s"),
+)
 
 
 def measure(point: tuple[str, Load, float]) -> dict[str, Any]:
@@ -85,10 +76,8 @@ def measure(point: tuple[str, Load, float]) -> dict[str, Any]:
 def rates_of(texts: tuple[str, ...], systems: list[str]) -> dict[str, float]:
     """Requests/s by system; ValueError unless each of `systems` has a rate that can be."""
     rates = dict(parse_rate("rates", "system:rate, as in paged:1.8", text) for text in texts)
-    for name, rate in rates.items():
-        if not 0 < rate < OVERLOAD:
-            given = f"'{name}:{rate:g}'"
-            raise ValueError(f"--rates must lie above 0 and below {OVERLOAD:g}, got {given}")
+    if wrong := [f"'{name}:{rate:g}'" for name, rate in rates.items() if not 0 < rate < OVERLOAD]:
+        raise ValueError(f"--rates must lie above 0 and below {OVERLOAD:g}, got {wrong[0]}")
     if missing := [name for name in systems if name not in rates]:
         raise ValueError(f"--rates has no rate for {', '.join(missing)}")
     return rates

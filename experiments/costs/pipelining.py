@@ -7,13 +7,11 @@
 Two kinds of devices serve one by one and pipelined, in turn, so that a noisy machine slows both:
 
 - A simulated one that sleeps for a given time per iteration, as a GPU leaves the host alone. The
-  scheduler, the memory manager and the device's arrays are real; text is not in it. It shows what a
-  GPU of that speed would gain, and is no measurement of one.
+  scheduler, the memory manager and the device's arrays are real.
 - The model on JAX's default device, in a whole engine. On a CPU the "device" computes on the same
   cores that plan the next iteration, so that there is little to gain.
 
-Expect about five minutes on two CPU cores. --out_dir gets results.json, results.csv and
-pipelining.png.
+Expect about five minutes on two CPU cores.
 """
 
 import time
@@ -32,7 +30,7 @@ from experiments.lib.options import Options, option
 from experiments.lib.paired import in_turn, ratio_spread
 from experiments.lib.reporting import environment, report
 from paged_jax import Engine, SamplingParams
-from paged_jax.loading import LoadedModel, load_model
+from paged_jax.loading import load_model
 from paged_jax.observability.observer import IterationStats
 
 
@@ -58,8 +56,8 @@ class Point(NamedTuple):
     device_ms: int | None  # None: the model on JAX's device
 
 
-# (output tokens/s, the statistics of the iterations) of a round
-Round = Callable[[], tuple[float, list[IterationStats]]]
+Timed = tuple[float, list[IterationStats]]  # (output tokens/s, iterations) of a round
+Round = Callable[[], Timed]
 
 
 def measure(point: Point, config: Config) -> dict[str, Any]:
@@ -94,13 +92,8 @@ def simulated_round(point: Point, config: Config, *, is_pipelined: bool) -> Roun
     """Rounds of a loop in which ``num_seqs`` sequences run all the time."""
     assert point.device_ms is not None
     lengths = config.prompt_tokens, config.output_tokens
-    core, _ = make_loop(
-        point.num_seqs,
-        *lengths,
-        block_size=BLOCK_SIZE,
-        device_s=point.device_ms / 1e3,
-        is_pipelined=is_pipelined,
-    )
+    device: dict[str, Any] = {"device_s": point.device_ms / 1e3, "is_pipelined": is_pipelined}
+    core, _ = make_loop(point.num_seqs, *lengths, block_size=BLOCK_SIZE, **device)
     stats: list[IterationStats] = []
     core.on_iteration = stats.append
     requests = endless_requests(config.seed, *lengths)
@@ -114,7 +107,7 @@ def simulated_round(point: Point, config: Config, *, is_pipelined: bool) -> Roun
     while core.scheduler.num_running < point.num_seqs:
         steps(1)
 
-    def play() -> tuple[float, list[IterationStats]]:
+    def play() -> Timed:
         steps(1)  # the batch that was in flight while the other loop ran has cost nothing
         return timed(partial(steps, config.iterations), stats)
 
@@ -123,7 +116,7 @@ def simulated_round(point: Point, config: Config, *, is_pipelined: bool) -> Roun
 
 def model_round(point: Point, config: Config, *, is_pipelined: bool) -> Round:
     """Rounds of an engine: twice as many requests as run at a time, each round the same."""
-    model, num_seqs = load(config.model), point.num_seqs
+    model, num_seqs = load(config.model, "float32"), point.num_seqs
     rng = np.random.default_rng(config.seed)
     prompts, params = [], []
     for seed in range(2 * num_seqs):
@@ -149,15 +142,11 @@ def model_round(point: Point, config: Config, *, is_pipelined: bool) -> Round:
     return partial(timed, generate, stats)
 
 
-@cache
-def load(model: str) -> LoadedModel:
-    return load_model(model, "float32")
+load = cache(load_model)
 
 
-def timed(
-    work: Callable[[], object], stats: list[IterationStats]
-) -> tuple[float, list[IterationStats]]:
-    """(output tokens/s, iterations) of some work, whose iterations go into `stats`."""
+def timed(work: Callable[[], object], stats: list[IterationStats]) -> Timed:
+    """The rate and the iterations of some work, whose iterations go into `stats`."""
     stats.clear()
     start = time.perf_counter()
     work()
@@ -181,8 +170,7 @@ def plot(rows: list[dict[str, Any]], out_dir: str) -> None:
 def main(config: Config) -> None:
     points = [Point(n, ms) for ms in config.device_ms for n in config.num_seqs]
     points += [Point(n, None) for n in config.model_seqs if config.model]
-    measured = partial(measure, config=config)
-    rows = grid(measured, points, config, unit="case", description="pipelining")
+    rows = grid(partial(measure, config=config), points, config, unit="case")
     report("One by one and pipelined", rows, config)
     plot(rows, config.out_dir)
     print("Simulated devices sleep: what a GPU of that speed would gain, not a measurement of one.")

@@ -5,17 +5,15 @@
     python -m experiments.costs.prefix_hit_rate --trace=conversation_trace.jsonl --pool_tokens=0
 
 Only full blocks are shared, so the tokens that two prompts share are rounded down to the block
-size: 15 shared tokens are three blocks of 4 and none of 16. The first table shows this case. For
-the second, the memory manager sees the trace's prompts in the order of their arrival, each computed
+size: 15 shared tokens are three blocks of 4 and none of 16, as the first table shows. For the
+second, the memory manager sees the trace's prompts in the order of their arrival, each computed
 before the next comes. Outputs are not kept, as the trace does not tell their tokens.
 
 The trace tells only whether prompts share whole blocks of 512 tokens, so smaller blocks can hardly
-find more here. The table shows what larger blocks lose, and what a pool loses that is too small to
-keep the blocks that later prompts ask for. (In such a pool blocks of 512 find a little more: they
-do not keep the end of a prompt that fills less than a block, which no later prompt asks for.)
+find more. In a small pool blocks of 512 find a little more: they do not keep the end of a prompt
+that fills less than a block, which no later prompt asks for.
 
-Expect a minute with --quick (the first 1,000 requests) and ten without on a CPU, with up to 4 GB
-of memory. --out_dir gets results.json, results.csv and prefix_hit_rate.png.
+Expect a minute with --quick and ten without on a CPU, with up to 4 GB of memory.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -28,10 +26,12 @@ from experiments.lib import figures
 from experiments.lib.claims import Claim, Results
 from experiments.lib.experiment import grid, run
 from experiments.lib.options import Options, option
-from experiments.lib.reporting import print_table, report
+from experiments.lib.reporting import print_rows, report
 from paged_jax.memory.block_manager import BlockManager
 from paged_jax.workloads import MooncakeRow, read_mooncake
 from paged_jax.workloads.mooncake import HASH_BLOCK_TOKENS
+
+POOLS = (0, 10_000_000, 1_000_000)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,9 +39,7 @@ class Config(Options):
     trace: str = option(None, "The path of a Mooncake trace (JSONL).")
     num_requests: int = option(0, "The trace's first requests; 0: all.", quick=1000, least=0)
     block_size: tuple[int, ...] = option((16, 128, 512, 1024, 2048, 4096), "Block sizes.", least=1)
-    pool_tokens: tuple[int, ...] = option(
-        (0, 10_000_000, 1_000_000), "Slots of the pool; 0: as many as can be used.", least=0
-    )
+    pool_tokens: tuple[int, ...] = option(POOLS, "Slots of the pool; 0: unlimited.", least=0)
 
 
 TEXTBOOK_SHARED_TOKENS = 15
@@ -155,11 +153,9 @@ def main(config: Config) -> None:
         {"block_size": size, "shared_tokens": TEXTBOOK_SHARED_TOKENS, "hits": textbook_hits(size)}
         for size in TEXTBOOK_BLOCK_SIZES
     ]
-    print_table(
-        "Two prompts that share their first 15 tokens",
-        ("block size", "tokens found", "blocks found"),
-        [(row["block_size"], row["hits"], row["hits"] // row["block_size"]) for row in textbook],
-    )
+    columns = {"block_size": "block size", "hits": "tokens found", "blocks": "blocks found"}
+    found = [row | {"blocks": row["hits"] // row["block_size"]} for row in textbook]
+    print_rows("Two prompts that share their first 15 tokens", found, columns)
     points = [(pool, size) for pool in config.pool_tokens for size in config.block_size]
     rows = grid(partial(measure, config=config), points, config, unit="replay")
     title = f"Prefix cache on {len(requests):,} requests with {prompt_tokens:,} prompt tokens"

@@ -4,8 +4,8 @@
     python -m experiments.costs.tail_latency
     python -m experiments.costs.tail_latency --rates=0.2,0.4,0.8 --gap_s=2 --ttft_s=30
 
-Short requests decode while prompts of 4096 tokens arrive among them, at rising rates. Four systems
-serve the same arrivals, on the same model and with the same memory:
+Short requests decode while long prompts arrive among them, at rising rates. Four systems serve the
+same arrivals, on the same model and with the same memory:
 
     static              a batch is formed when nothing runs, and none joins until all have ended
     continuous          requests join and leave in every iteration; each prompt is prefilled whole
@@ -14,17 +14,15 @@ serve the same arrivals, on the same model and with the same memory:
                         the objective, and requests are refused that would wait too long
 
 A whole prompt holds up the next token of all requests: watch the p99 of the gaps between tokens,
-and the longest gap where fewer than one in a hundred meets a long prompt, as at low rates. Chunks
-bound both, and make long prompts wait longer for their first token. Beyond the rate that the
-machine can serve all requests are late, unless some are refused at once: watch the goodput, the
-requests a second whose first token and whose gaps keep the objective.
+and at low rates the longest gap. Chunks bound both, and make long prompts wait longer for their
+first token. Beyond the rate that the machine can serve all requests are late, unless some are
+refused at once: watch the goodput, the requests a second that keep the objective.
 
-Rates are multiples (--loads) of the rate at which the chunked system serves requests that are all
-there at the start. An objective that is not given comes from the same run: a gap may take three
-iterations with a full chunk, the first token three times a long prompt's prefill.
+The chunked system's capacity is its rate when all requests are there at the start. An objective
+that is not given comes from the same run: a gap may take three iterations with a full chunk, the
+first token three times a long prompt's prefill.
 
-Expect ten minutes with --quick and three quarters of an hour without, on two CPU cores. --out_dir
-gets results.json, results.csv and tail_latency.png.
+Expect ten minutes with --quick and three quarters of an hour without, on two CPU cores.
 """
 
 from collections.abc import Iterator, Sequence
@@ -40,7 +38,7 @@ from experiments.lib import figures
 from experiments.lib.claims import Claim, Results, Rule, claim
 from experiments.lib.driver import ServedRequest, ServedRun, require_fitting, serve
 from experiments.lib.experiment import grid, run
-from experiments.lib.options import Options, engine_option, option
+from experiments.lib.options import Options, engine_option, engine_options, option
 from experiments.lib.reporting import print_rows, print_table, spread, write_results
 from experiments.lib.serving_figures import batch_size, outcome
 from paged_jax import Engine, SamplingParams
@@ -56,12 +54,12 @@ SYSTEMS: dict[str, dict[str, Any]] = {
     "admission": {},  # its limits follow from the objective
 }
 
+Row = dict[str, Any]
+
 
 @dataclass(frozen=True, kw_only=True)
 class Config(Options):
-    loads: tuple[float, ...] = option(
-        (0.4, 0.8, 1.6), "Request rates, over the chunked system's capacity.", quick=(0.5, 1.5)
-    )
+    loads: tuple[float, ...] = option((0.4, 0.8, 1.6), "Rates, over capacity.", quick=(0.5, 1.5))
     rates: tuple[float, ...] | None = option(None, "Request rates (1/s), instead of --loads.")
     num_requests: int = option(48, "A run has so many requests.", quick=18, least=2)
     long_every: int = option(9, "One in so many requests has a long prompt.", least=2)
@@ -73,9 +71,7 @@ class Config(Options):
     ttft_s: float | None = option(None, "The objective for the time to first token (s).", least=0)
     model: str = option("smollm2", "The model's name or path.")
     block_size: int = engine_option("block_size")
-    num_blocks: int | None = option(
-        None, "The pool has so many blocks. By default it has room for four long prompts.", least=1
-    )
+    num_blocks: int | None = option(None, "Blocks. By default four long prompts fit.", least=1)
     max_num_seqs: int = engine_option("max_num_seqs", 16)
     max_num_batched_tokens: int = engine_option("max_num_batched_tokens", 256)
 
@@ -126,25 +122,8 @@ class Objective(NamedTuple):
         return in_time and max(gaps_of(times), default=0.0) <= self.gap_s
 
 
-class Case(NamedTuple):
-    """One system at one request rate. Times from a request's arrival or its last token on."""
-
-    system: str
-    rate: float  # requests/s that arrive
-    requests: int
-    refused: int
-    ttft_p50_s: float | None
-    ttft_p99_s: float | None
-    gap_p50_s: float | None  # between two tokens of a request, all requests together
-    gap_p99_s: float | None
-    gap_max_s: float | None
-    tokens_per_s: float  # of output
-    goodput: float  # requests/s that were served within the objective
-    batch_size: float  # mean over the iterations
-    largest_prefill: int  # tokens of prefill in an iteration beside decodes, at most
-
-
-def case_of(system: str, rate: float, run: ServedRun, objective: Objective) -> Case:
+def case_of(system: str, rate: float, run: ServedRun, objective: Objective) -> Row:
+    """The figures of a run. Times from a request's arrival or its last token on."""
     firsts: list[float] = []
     gaps: list[float] = []
     outputs = [served.output for served in run.served if served.output is not None]
@@ -154,21 +133,21 @@ def case_of(system: str, rate: float, run: ServedRun, objective: Objective) -> C
             gaps += gaps_of(times)
     ttft, gap = spread(firsts), spread(gaps, (50, 99, 100))
     beside = [step.num_prefill_tokens for step in run.steps if step.num_decodes]
-    return Case(
-        system,
-        rate,
-        requests=len(run.served),
-        refused=len(run.served) - len(outputs),
-        ttft_p50_s=ttft["p50"],
-        ttft_p99_s=ttft["p99"],
-        gap_p50_s=gap["p50"],
-        gap_p99_s=gap["p99"],
-        gap_max_s=gap["p100"],
-        tokens_per_s=(len(firsts) + len(gaps)) / run.wall_s,
-        goodput=sum(map(objective.is_met, run.served)) / run.wall_s,
-        batch_size=float(np.mean(list(map(batch_size, run.steps)))),
-        largest_prefill=max(beside, default=0),
-    )
+    return {
+        "system": system,
+        "rate": rate,  # requests/s that arrive
+        "requests": len(run.served),
+        "refused": len(run.served) - len(outputs),
+        "ttft_p50_s": ttft["p50"],
+        "ttft_p99_s": ttft["p99"],
+        "gap_p50_s": gap["p50"],  # between two tokens of a request, all requests together
+        "gap_p99_s": gap["p99"],
+        "gap_max_s": gap["p100"],
+        "tokens_per_s": (len(firsts) + len(gaps)) / run.wall_s,  # of output
+        "goodput": sum(map(objective.is_met, run.served)) / run.wall_s,  # within the objective
+        "batch_size": float(np.mean(list(map(batch_size, run.steps)))),
+        "largest_prefill": max(beside, default=0),  # tokens beside decodes, in an iteration
+    }
 
 
 def gaps_of(times: Sequence[float]) -> list[float]:
@@ -189,20 +168,11 @@ def warm_engine(config: Config, **options: Any) -> Iterator[Engine]:
     Nothing is shared between requests, so that systems differ in scheduling alone.
     """
     model, requests = load(config)
-    is_chunked = options.get("enable_chunked_prefill", True)
-    blocks_for_long = -(-config.max_len // config.block_size)
-    engine = Engine(
-        model,
-        block_size=config.block_size,
-        num_blocks=config.num_blocks or 4 * blocks_for_long,
-        max_num_seqs=config.max_num_seqs,
-        max_num_batched_tokens=config.max_num_batched_tokens if is_chunked else config.max_len,
-        max_model_len=config.max_len,
-        enable_prefix_caching=False,
-        seed=config.seed,
-        **options,
-    )
-    with closing(engine):
+    own = engine_options(config) | {"max_model_len": config.max_len} | options
+    own["num_blocks"] = config.num_blocks or 4 * -(-config.max_len // config.block_size)
+    if not own.get("enable_chunked_prefill", True):
+        own["max_num_batched_tokens"] = config.max_len
+    with closing(Engine(model, **own, enable_prefix_caching=False)) as engine:
         require_fitting(engine, requests)
         engine.warm_up()
         for request in requests[: config.long_every]:
@@ -227,7 +197,7 @@ def measure_capacity(system: str, config: Config) -> tuple[float, Objective]:
 
 def measure(
     point: tuple[str, dict[str, Any]], config: Config, rates: list[float], objective: Objective
-) -> list[Case]:
+) -> list[Row]:
     """Serve the same requests at each rate, by one engine: (system, its options)."""
     system, options = point
     cases = []
@@ -239,7 +209,7 @@ def measure(
     return cases
 
 
-def plot(cases: Sequence[Case], objective: Objective, out_dir: str) -> None:
+def plot(cases: Sequence[Row], objective: Objective, out_dir: str) -> None:
     """Four panels over the request rate: first token, gaps, goodput, output tokens/s."""
     figure, axes = figures.panels(2, 2, size=(5, 3.5))
     for panel, label, names, limit in (
@@ -261,16 +231,13 @@ def plot(cases: Sequence[Case], objective: Objective, out_dir: str) -> None:
     figures.save(figure, out_dir, "tail_latency.png")
 
 
-def tail_ratios(cases: Sequence[Case]) -> list[dict[str, float | None]]:
-    """At each rate, the p99 gap with chunks over that without."""
-    gaps = {(case.system, case.rate): case.gap_p99_s for case in cases}
-    found: list[dict[str, float | None]] = []
-    for rate in sorted({case.rate for case in cases}):
-        chunked, whole = gaps["chunked", rate], gaps["continuous", rate]
-        ratio = chunked / whole if chunked is not None and whole else None
-        row = {"rate": rate, "chunked_p99_s": chunked, "continuous_p99_s": whole}
-        found.append(row | {"ratio": ratio, "goal": GOAL})
-    return found
+def tail_ratio(rate: float, cases: Sequence[Row]) -> Row:
+    """At a rate, the p99 gap with chunks over that without."""
+    gaps = {case["system"]: case["gap_p99_s"] for case in cases if case["rate"] == rate}
+    chunked, whole = gaps["chunked"], gaps["continuous"]
+    ratio = chunked / whole if chunked is not None and whole else None
+    row = {"rate": rate, "chunked_p99_s": chunked, "continuous_p99_s": whole}
+    return row | {"ratio": ratio, "goal": GOAL}
 
 
 def main(config: Config) -> None:
@@ -293,28 +260,22 @@ def main(config: Config) -> None:
     measured = partial(measure, config=config, rates=rates, objective=objective)
     cases = [case for own in grid(measured, systems, config, unit="system") for case in own]
 
-    requests = load(config)[1]
-    ratios = tail_ratios(cases)
-    num_long = config.num_long(requests)
+    num_requests, num_long = config.num_requests, config.num_long(load(config)[1])
+    ratios = [tail_ratio(rate, cases) for rate in sorted(set(rates))]
     headings = [
         *("system", "rate", "requests", "refused", "ttft p50", "ttft p99", "gap p50", "gap p99"),
         *("gap max", "tokens/s", "goodput", "batch", "prefill"),
     ]
-    title = f"{model.name}: {len(requests)} requests, {num_long} of them with"
-    print_table(f"{title} {config.long_prompt} tokens of prompt", headings, cases)
+    title = f"{model.name}: {num_requests} requests, {num_long} of them with"
+    values = [list(case.values()) for case in cases]
+    print_table(f"{title} {config.long_prompt} tokens of prompt", headings, values)
     print_rows("p99 between two tokens: chunked over whole prompts", ratios)
     print(
         f"objective: first token within {objective.ttft_s:.3g} s, gaps within "
         f"{objective.gap_s:.3g} s; {capacity:.3g} requests/s when all are there at the start"
     )
-    write_results(
-        cases,
-        config,
-        objective=objective._asdict(),
-        capacity=capacity,
-        long_requests=num_long,
-        gap_p99_ratios=ratios,
-    )
+    facts = {"capacity": capacity, "long_requests": num_long, "gap_p99_ratios": ratios}
+    write_results(cases, config, objective=objective._asdict(), **facts)
     plot(cases, objective, config.out_dir)
 
 

@@ -2,9 +2,10 @@
 
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
 from dataclasses import dataclass, replace
+from typing import Any
 
 from tqdm import tqdm
 
@@ -151,3 +152,16 @@ def _load(stats: IterationStats) -> str:
     usage = stats.usage
     held = 1 - (usage.free + usage.external) / usage.total
     return f"{stats.num_running} running, {stats.num_waiting} waiting, KV {held:.0%}"
+
+
+@contextmanager
+def with_and_without_cache(model: str, **options: Any) -> Iterator[tuple[Engine, Engine]]:
+    """Two engines that differ in their prefix cache alone, each warm; closed at the end."""
+    with (
+        closing(Engine(model, **options, enable_prefix_caching=True)) as with_cache,
+        closing(Engine(model, **options, enable_prefix_caching=False)) as without,
+    ):
+        for engine in (with_cache, without):
+            engine.warm_up()
+            engine.generate([0, 1], SamplingParams(max_tokens=2, ignore_eos=True), progress=False)
+        yield with_cache, without

@@ -19,15 +19,15 @@ tells how like a model's the drawn tokens are; a second table compares for how m
 have been apart.
 
 Expect minutes with --quick, which cuts the outputs of the real run, so that prompts and what they
-save weigh more, and half an hour or so without on two CPU cores. --out_dir gets results.json,
-results.csv and memory_sharing.png.
+save weigh more, and half an hour or so without on two CPU cores.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import product, starmap
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -39,49 +39,47 @@ from experiments.lib.experiment import grid, run
 from experiments.lib.fake_devices import BatchRecorder, BranchingDevice
 from experiments.lib.options import SimulationOptions, engine_option, engine_options, option
 from experiments.lib.reporting import print_rows, report, spread
-from experiments.paper.fig15_savings import (
-    beams_apart,
-    saved_fraction,
-    simulate,
-    with_sharegpt_text,
-)
 from paged_jax import Engine, SamplingParams
+from paged_jax.engine.core import EngineCore
+from paged_jax.executor.interface import Executor
+from paged_jax.memory.usage import MemoryUsage
+from paged_jax.scheduling.batch import ScheduledBatch
+from paged_jax.scheduling.request import Request
+from paged_jax.scheduling.scheduler import Scheduler
 from paged_jax.simulation.executor import VOCAB_SIZE
 from paged_jax.simulation.run import SystemConfig
-from paged_jax.workloads import PUBLISHED_LENGTHS, VocabRange, WorkloadRequest, build_workload
+from paged_jax.workloads import (
+    PUBLISHED_LENGTHS,
+    VocabRange,
+    WorkloadRequest,
+    build_workload,
+    find_packaged_sharegpt,
+    read_sharegpt,
+)
 
 RUNS = ("real", "simulated")
+LENGTHS = tuple(PUBLISHED_LENGTHS)
 METHODS = ("parallel", "beam")
 WIDTHS = (2, 4, 6)
-PAPER_PERCENT: dict[tuple[str, str, int], tuple[float, ...]] = {
-    ("alpaca", "parallel", 2): (6.1,),
-    ("alpaca", "parallel", 4): (8.5,),
-    ("alpaca", "parallel", 6): (9.8,),
-    ("alpaca", "beam", 2): (37.6,),
-    ("alpaca", "beam", 4): (53.1,),
-    ("alpaca", "beam", 6): (55.2,),
-    # For ShareGPT the paper gives ranges over the widths.
-    **{("sharegpt", "parallel", width): (16.2, 30.5) for width in WIDTHS},
-    **{("sharegpt", "beam", width): (44.3, 66.3) for width in WIDTHS},
+# By width; for ShareGPT the paper gives ranges over the widths.
+PAPER_PERCENT: dict[tuple[str, str], dict[int, tuple[float, ...]]] = {
+    ("alpaca", "parallel"): {2: (6.1,), 4: (8.5,), 6: (9.8,)},
+    ("alpaca", "beam"): {2: (37.6,), 4: (53.1,), 6: (55.2,)},
+    ("sharegpt", "parallel"): dict.fromkeys(WIDTHS, (16.2, 30.5)),
+    ("sharegpt", "beam"): dict.fromkeys(WIDTHS, (44.3, 66.3)),
 }
 
 
 @dataclass(frozen=True, kw_only=True)
 class Config(SimulationOptions):
     runs: tuple[str, ...] = option(RUNS, "The runs to make; real is two of them.", choices=RUNS)
-    lengths: tuple[str, ...] = option(
-        tuple(PUBLISHED_LENGTHS), "Lengths of the requests.", choices=PUBLISHED_LENGTHS
-    )
+    lengths: tuple[str, ...] = option(LENGTHS, "Lengths of the requests.", choices=LENGTHS)
     widths: tuple[int, ...] = option(WIDTHS, "Numbers of samples or beams of a request.", least=1)
     num_real_requests: int = option(12, "Number of the real run's requests.", quick=4, least=1)
-    max_real_tokens: int = option(
-        0, "The real run's outputs are cut to so many tokens; 0: they are whole.", quick=96, least=0
-    )
+    max_real_tokens: int = option(0, "Real outputs are cut to this; 0: not.", quick=96, least=0)
     num_requests: int = option(1000, "Number of opt_13b's requests.", quick=300, least=1)
     model: str = option("smollm2", "Name or path of the real model.")
-    trace: str | None = option(
-        None, "ShareGPT file of the real prompts. By default the installed package's."
-    )
+    trace: str | None = option(None, "ShareGPT file. By default the installed package's.")
     block_size: int = engine_option("block_size")
     num_slots: int = option(15_700, "KV slots of OPT-13B, one for each token.", least=1)
     max_model_len: int = engine_option("max_model_len", 2048)
@@ -127,6 +125,92 @@ def draw_requests(
     return drawn
 
 
+# What sharing saves, measured on any engine, real or simulated
+
+
+def simulate(
+    requests: Sequence[WorkloadRequest],
+    params: SamplingParams,
+    scheduler: Scheduler,
+    executor: Executor,
+) -> list[MemoryUsage]:
+    """Serve requests that are all there at the start; returns the memory's use in each iteration.
+
+    As in the paper, requests share nothing with each other: leave the prefix cache off.
+    """
+    usages: list[MemoryUsage] = []
+    core = EngineCore(scheduler, executor, on_iteration=lambda stats: usages.append(stats.usage))
+    for index, request in enumerate(requests):
+        own = replace(params, max_tokens=request.max_tokens, ignore_eos=request.ignore_eos)
+        scheduler.add(Request(str(index), request.prompt_token_ids, own, 0.0, seed=index))
+    while scheduler.has_work:
+        core.report(core.step())
+    return usages
+
+
+def with_sharegpt_text(
+    requests: Sequence[WorkloadRequest],
+    encode: Callable[[str], Sequence[int]],
+    *,
+    trace: str | Path | None,
+    seed: int,
+) -> list[WorkloadRequest]:
+    """The requests, each with the beginning of a ShareGPT conversation of its own as its prompt.
+
+    trace: a ShareGPT file; None takes the installed package's. ValueError where no conversation
+    that is left is as long as a prompt.
+    """
+    exchanges, _ = read_sharegpt(trace or find_packaged_sharegpt())
+    order = np.random.default_rng(seed).permutation(len(exchanges))
+    texts: Iterator[list[int]] = (
+        list(encode(f"{exchanges[i].prompt}\n{exchanges[i].reply}")) for i in order
+    )
+    read: list[list[int]] = []  # texts that no prompt has taken yet
+    filled = []
+    for request in requests:
+        length = request.num_prompt_tokens
+        while (tokens := next((text for text in read if len(text) >= length), None)) is None:
+            if (text := next(texts, None)) is None:
+                raise ValueError(f"no ShareGPT conversation is left with {length} tokens or more")
+            read.append(text)
+        read.remove(tokens)
+        filled.append(replace(request, prompt_token_ids=tuple(tokens[:length])))
+    return filled
+
+
+def saved_fraction(usages: Iterable[MemoryUsage]) -> float:
+    """Blocks saved by sharing over blocks without sharing (Kwon et al., section 6.3).
+
+    Both are summed over the iterations: one with more memory in use weighs more.
+    """
+    shared = used = 0
+    for usage in usages:
+        shared += usage.shared
+        used += usage.total - usage.free
+    if not shared + used:
+        raise ValueError("no memory was used, so none can have been saved")
+    return shared / (shared + used)
+
+
+def num_tokens_apart(beams: Sequence[Sequence[int]]) -> int:
+    """For how many tokens, up to the last one, these beams of equal length have differed."""
+    tokens = np.array(beams)
+    differs = (tokens != tokens[0]).any(axis=0)
+    return len(differs) - int(differs.argmax()) if differs.any() else 0
+
+
+def beams_apart(batch: ScheduledBatch) -> list[int]:
+    """How long the beams are apart, for each search with several beams in the batch."""
+    searches: dict[str, list[list[int]]] = {}
+    for seq in batch.decodes:
+        if seq.request.beam_search is not None:
+            searches.setdefault(seq.request.request_id, []).append(seq.token_ids)
+    return [num_tokens_apart(beams) for beams in searches.values() if len(beams) > 1]
+
+
+# The runs
+
+
 class RealRuns:
     """One engine, and beside it a system of the same limits without a model."""
 
@@ -137,13 +221,9 @@ class RealRuns:
             vocab_size=engine.config.vocab_size,
             max_tokens=config.max_real_tokens or None,
         )
+        encode = partial(engine.tokenizer.encode, verbose=False)
         self.requests = {
-            lengths: with_sharegpt_text(
-                requests,
-                lambda text: engine.tokenizer.encode(text, verbose=False),
-                trace=config.trace,
-                seed=config.seed,
-            )
+            lengths: with_sharegpt_text(requests, encode, trace=config.trace, seed=config.seed)
             for lengths, requests in drawn.items()
         }
         for requests in self.requests.values():
@@ -151,13 +231,9 @@ class RealRuns:
         engine.warm_up()
         self._engine, self._seed = engine, config.seed
         self._recorder = engine.core.executor = BatchRecorder(engine.executor, beams_apart)
-        self._system = SystemConfig(
-            num_slots=engine.num_blocks * engine.block_size,
-            block_size=engine.block_size,
-            max_num_seqs=engine.max_num_seqs,
-            max_num_batched_tokens=engine.max_num_batched_tokens,
-            max_model_len=engine.max_model_len,
-        )
+        limits = ("block_size", "max_num_seqs", "max_num_batched_tokens", "max_model_len")
+        same = {name: getattr(engine, name) for name in limits}
+        self._system = SystemConfig(num_slots=engine.num_blocks * engine.block_size, **same)
 
     def measure(self, point: Point) -> Row:
         """Saved percent of both runs, and for how many tokens all beams of a search were apart."""
@@ -170,12 +246,12 @@ class RealRuns:
         recorder = BatchRecorder(device, beams_apart)
         likewise = simulate(requests, point.params, scheduler, recorder)
         apart = {"real": self._recorder.take(), "likewise": recorder.take()}
-        of_point = {"lengths": point.lengths, "width": point.width}
         return {
             "real": 100 * saved_fraction(step.usage for step in real.steps),
             "likewise": 100 * saved_fraction(likewise),
             "apart": [
-                {**of_point, "run": run, **spread(counts, percents=(50, 90))}
+                {"lengths": point.lengths, "width": point.width, "run": run}
+                | spread(counts, percents=(50, 90))
                 for run, counts in apart.items()
                 if point.method == "beam"
             ],
@@ -184,32 +260,25 @@ class RealRuns:
 
 def measure_opt_13b(config: Config, drawn: Requests, point: Point) -> Row:
     """Saved percent with as many KV slots as the paper had for OPT-13B on an A100."""
-    system = SystemConfig(
-        num_slots=config.num_slots,
-        block_size=config.block_size,
-        max_model_len=config.max_model_len,
-    )
+    slots, max_len = config.num_slots, config.max_model_len
+    system = SystemConfig(num_slots=slots, block_size=config.block_size, max_model_len=max_len)
     scheduler = system.scheduler()
     device = BranchingDevice(scheduler.memory, seed=config.seed)
     usages = simulate(drawn[point.lengths], point.params, scheduler, device)
     return {"opt_13b": 100 * saved_fraction(usages)}
 
 
-def length_facts(run: str, drawn: Requests) -> dict[str, dict[str, float]]:
+def length_facts(run: str, drawn: Requests) -> dict[str, Row]:
     """How many and how long the requests of a run are, for results.json and stdout."""
-    facts = {}
-    for lengths, requests in drawn.items():
-        prompt = float(np.mean([request.num_prompt_tokens for request in requests]))
-        output = float(np.mean([request.max_tokens for request in requests]))
-        print(
-            f"{run}, {lengths}: {len(requests)}, on average {prompt:.1f} prompt and {output:.1f} "
-            "output tokens"
-        )
-        facts[lengths] = {
+    facts = {
+        lengths: {
             "requests": len(requests),
-            "mean_prompt_tokens": prompt,
-            "mean_output_tokens": output,
+            "mean_prompt_tokens": float(np.mean([r.num_prompt_tokens for r in requests])),
+            "mean_output_tokens": float(np.mean([r.max_tokens for r in requests])),
         }
+        for lengths, requests in drawn.items()
+    }
+    print_rows(run, [{"lengths": lengths, **fact} for lengths, fact in facts.items()])
     return facts
 
 
@@ -223,7 +292,7 @@ def plot(rows: list[Row], out_dir: str) -> None:
         known = {run: percents for run, percents in runs.items() if any(percents)}
         figures.bars(panel, [f"{row['method']}\n{row['width']}" for row in own], known)
         for i, row in enumerate(own):
-            papers = PAPER_PERCENT.get((name, row["method"], row["width"]), ())
+            papers = PAPER_PERCENT.get((name, row["method"]), {}).get(row["width"], ())
             panel.hlines(papers, i - 0.45, i + 0.45, color="k")
         panel.set_title(name)
     axes[0, 0].set_ylabel("blocks saved by sharing (%)")
@@ -240,15 +309,13 @@ def main(config: Config) -> None:
         options = engine_options(config) | {"enable_prefix_caching": False}
         with closing(Engine(config.model, **options)) as engine:
             real = RealRuns(config, engine)
-            found.append(grid(real.measure, points, config, unit="run", description="real"))
+            found.append(grid(real.measure, points, config, unit="real run"))
         facts["real_requests"] = length_facts("real_requests", real.requests)
     if "simulated" in config.runs:
         drawn = draw_requests(config, config.num_requests, vocab_size=VOCAB_SIZE)
         measure = partial(measure_opt_13b, config, drawn)
         processes = config.processes
-        found.append(
-            grid(measure, points, config, unit="run", description="OPT-13B", processes=processes)
-        )
+        found.append(grid(measure, points, config, unit="OPT-13B run", processes=processes))
         facts["opt_13b_requests"] = length_facts("opt_13b_requests", drawn)
 
     rows: list[Row] = []
@@ -259,7 +326,8 @@ def main(config: Config) -> None:
         for measured in found:
             row |= measured[index]
         apart += row.pop("apart", [])
-        rows.append(row | {"paper": " to ".join(map(str, PAPER_PERCENT.get(point, ()))) or None})
+        papers = PAPER_PERCENT.get(point[:2], {}).get(point.width, ())
+        rows.append(row | {"paper": " to ".join(map(str, papers)) or None})
     report("Blocks saved by sharing (%)", rows, config, **facts, tokens_apart=apart)
     if apart:
         print_rows("Tokens for which the beams have been apart", apart)

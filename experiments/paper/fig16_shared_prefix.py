@@ -11,18 +11,17 @@ prefix caching off. Both answer the same requests, all there at the start, in tu
 so that a noisy machine slows both; ratios are medians over the rounds. Outputs have a fixed length.
 
 Then single prompts of 400 tokens, of which the first 341 are in the cache or not: the time from a
-request's arrival to its first token.
+request's arrival to its first token. The paper compares with Orca on another model and on a GPU;
+here only the cache is different.
 
-The paper compares with Orca on another model and on a GPU; here only the cache is different. Expect
-minutes with --quick and a quarter of an hour without on two CPU cores. --out_dir gets results.json,
-results.csv and shared_prefix.png.
+Expect minutes with --quick and a quarter of an hour without on two CPU cores.
 """
 
 import json
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import closing
 from dataclasses import dataclass
+from functools import partial
 from operator import itemgetter
 from pathlib import Path
 from typing import Any
@@ -32,6 +31,7 @@ from tqdm import tqdm
 
 from experiments.lib import figures
 from experiments.lib.claims import Claim, Results, Rule, above, claim, figure, in_order
+from experiments.lib.driver import with_and_without_cache
 from experiments.lib.experiment import grid, run
 from experiments.lib.options import Options, engine_option, engine_options, option
 from experiments.lib.paired import in_turn, ratio_spread
@@ -91,24 +91,7 @@ class Pair:
 
     def __init__(self, config: Config, with_cache: Engine, without: Engine):
         self._config, self._with_cache, self._without = config, with_cache, without
-        for engine in (with_cache, without):
-            engine.warm_up()
-            self._answer(engine, [[0, 1]], "untimed")
-
-    def _encode(self, text: str) -> list[int]:
-        token_ids: list[int] = self._with_cache.tokenizer.encode(text, add_special_tokens=False)
-        return token_ids
-
-    def _answer(
-        self, engine: Engine, prompts: Sequence[list[int]], salt: str
-    ) -> tuple[float, list[RequestOutput]]:
-        """(seconds, outputs) of prompts that are all there at the start."""
-        params = SamplingParams(
-            temperature=0, max_tokens=self._config.output_tokens, ignore_eos=True, cache_salt=salt
-        )
-        start = time.perf_counter()
-        outputs = engine.generate(prompts, params, progress=False)
-        return time.perf_counter() - start, outputs
+        self._encode = partial(with_cache.tokenizer.encode, add_special_tokens=False)
 
     def measure(self, num_prefix: int) -> Row:
         """Let both engines answer the same requests, round by round.
@@ -127,19 +110,17 @@ class Pair:
             salt = f"{num_prefix} tokens, round {number}"
             if engine is with_cache:
                 engine.pin_prefix(prefix, cache_salt=salt)
-            elapsed, answered = self._answer(engine, prompts, salt)
+            start = time.perf_counter()
+            outputs[engine] += generate(engine, prompts, config.output_tokens, salt)
+            seconds[engine].append(time.perf_counter() - start)
             if engine is with_cache:
                 engine.unpin_prefix(prefix, cache_salt=salt)
-            seconds[engine].append(elapsed)
-            outputs[engine] += answered
         num_tokens = config.num_requests * config.output_tokens
         low, ratio, high = ratio_spread(seconds[without], seconds[with_cache])
         num_prompt = sum(len(output.prompt_token_ids) for output in outputs[with_cache])
         num_cached = sum(output.num_cached_tokens for output in outputs[with_cache])
-        same = [
-            one.outputs[0].token_ids == other.outputs[0].token_ids
-            for one, other in zip(outputs[with_cache], outputs[without], strict=True)
-        ]
+        pairs = zip(outputs[with_cache], outputs[without], strict=True)
+        same = [a.outputs[0].token_ids == b.outputs[0].token_ids for a, b in pairs]
         return {
             "prefix": num_prefix,  # tokens
             "requests": config.num_requests,
@@ -163,10 +144,11 @@ class Pair:
         for number, kind in tqdm(turns, "single prompts", total, leave=False, unit="prompt"):
             salt = f"{kind}, round {number}"
             if kind == "cached":
-                time_to_first_token(engine, prompt[: config.prefill_prefix_tokens], salt)
-            elapsed, num_cached = time_to_first_token(engine, prompt, salt)
-            seconds[kind].append(elapsed)
-            cached_tokens = max(cached_tokens, num_cached)
+                generate(engine, [prompt[: config.prefill_prefix_tokens]], 1, salt)
+            [output] = generate(engine, [prompt], 1, salt)
+            assert output.metrics.first_token_s is not None
+            seconds[kind].append(output.metrics.first_token_s - output.metrics.arrival_s)
+            cached_tokens = max(cached_tokens, output.num_cached_tokens)
         low, ratio, high = ratio_spread(seconds["cached"], seconds["uncached"])
         return {
             "prompt_tokens": config.prefill_tokens,
@@ -180,22 +162,19 @@ class Pair:
         }
 
 
-def time_to_first_token(engine: Engine, prompt: list[int], salt: str) -> tuple[float, int]:
-    """(seconds from a request's arrival to its first token, tokens found in the cache)."""
-    params = SamplingParams(temperature=0, max_tokens=1, ignore_eos=True, cache_salt=salt)
-    [output] = engine.generate(prompt, params, progress=False)
-    first_token_s = output.metrics.first_token_s
-    assert first_token_s is not None
-    return first_token_s - output.metrics.arrival_s, output.num_cached_tokens
+def generate(
+    engine: Engine, prompts: Sequence[list[int]], num_tokens: int, salt: str
+) -> list[RequestOutput]:
+    """Answers of `num_tokens` to prompts that are all there at the start."""
+    params = SamplingParams(temperature=0, max_tokens=num_tokens, ignore_eos=True, cache_salt=salt)
+    return engine.generate(prompts, params, progress=False)
 
 
 def plot(rows: Sequence[Row], out_dir: str) -> None:
     """Output tokens/s of both engines, and the ratio above."""
     figure, [[panel]] = figures.panels(size=(6, 4))
-    speeds = {
-        "without prefix cache": [row["without"] for row in rows],
-        "with": [row["with_cache"] for row in rows],
-    }
+    engines = {"without prefix cache": "without", "with": "with_cache"}
+    speeds = {label: [row[name] for row in rows] for label, name in engines.items()}
     figures.bars(panel, [str(row["prefix"]) for row in rows], speeds)
     for i, row in enumerate(rows):
         text, place = f"{row['ratio']:.2f} times", (i + 0.2, row["with_cache"])
@@ -213,21 +192,13 @@ def main(config: Config) -> None:
             f"--prefill_tokens={config.prefill_tokens}"
         )
     options = engine_options(config)
-    with (
-        closing(Engine(config.model, **options, enable_prefix_caching=True)) as with_cache,
-        closing(Engine(config.model, **options, enable_prefix_caching=False)) as without,
-    ):
+    with with_and_without_cache(config.model, **options) as (with_cache, without):
         pair = Pair(config, with_cache, without)
         rows = grid(pair.measure, config.prefix_tokens, config, unit="prefix")
         prefill = pair.measure_prefill()
-    report(
-        f"Few-shot prompts to {with_cache.config.name}: output tokens/s",
-        rows,
-        config,
-        rounds=config.rounds,
-        output_tokens=config.output_tokens,
-        prefill=prefill,
-    )
+    title = f"Few-shot prompts to {with_cache.config.name}: output tokens/s"
+    facts: Row = {"rounds": config.rounds, "output_tokens": config.output_tokens}
+    report(title, rows, config, **facts, prefill=prefill)
     print_rows("Single prompts, time to first token", [prefill])
     plot(rows, config.out_dir)
     print("paper: over Orca (Oracle), LLaMA-13B on an A100")

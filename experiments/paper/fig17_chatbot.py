@@ -20,7 +20,6 @@ hour without on two CPU cores. --out_dir gets results.json, results.csv, turns.j
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import closing
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -29,6 +28,7 @@ from tqdm import tqdm
 
 from experiments.lib import figures
 from experiments.lib.claims import Claim, Results, figure
+from experiments.lib.driver import with_and_without_cache
 from experiments.lib.experiment import grid, run
 from experiments.lib.options import Options, engine_option, engine_options, option
 from experiments.lib.paired import ratio_spread
@@ -51,9 +51,7 @@ WITH, WITHOUT = "with", "without"
 
 @dataclass(frozen=True, kw_only=True)
 class Config(Options):
-    trace: str | None = option(
-        None, "ShareGPT file of the conversations. By default the installed package's."
-    )
+    trace: str | None = option(None, "ShareGPT file. By default the installed package's.")
     num_conversations: int = option(12, "Number of conversations in a round.", quick=4, least=1)
     rounds: int = option(2, "Number of rounds, each of other conversations.", least=1)
     num_users: int = option(8, "So many conversations are held at a time.", quick=4, least=1)
@@ -69,6 +67,12 @@ class Config(Options):
     )
     max_num_batched_tokens: int | None = engine_option("max_num_batched_tokens")
 
+    def __post_init__(self) -> None:
+        if self.max_turns < self.min_turns:
+            raise ValueError(
+                f"--max_turns={self.max_turns} is less than --min_turns={self.min_turns}"
+            )
+
 
 Row = dict[str, Any]
 Turns = dict[str, list[AnsweredTurn]]  # with and without reuse, over all rounds
@@ -77,20 +81,6 @@ PARTS: tuple[tuple[str, Callable[[AnsweredTurn], bool]], ...] = (
     ("later, all of the conversation", lambda turn: turn.turn > 0 and not turn.is_cut),
     ("later, its beginning cut off", lambda turn: turn.turn > 0 and turn.is_cut),
 )
-
-
-def make_engine(config: Config, *, enable_prefix_caching: bool) -> Engine:
-    max_model_len = config.max_prompt_tokens + config.max_output_tokens
-    options = engine_options(config)
-    if config.num_blocks is None:
-        options["num_blocks"] = 2 * config.num_users * -(-max_model_len // config.block_size)
-    return Engine(
-        config.model,
-        max_num_seqs=config.num_users,
-        max_model_len=max_model_len,
-        enable_prefix_caching=enable_prefix_caching,
-        **options,
-    )
 
 
 @dataclass(frozen=True)
@@ -104,21 +94,20 @@ class Pair:
 
     def measure(self, number: int) -> dict[str, ChatRun]:
         """Hold the conversations of a round on one engine and on the other."""
-        order = (WITHOUT, WITH) if number % 2 == 0 else (WITH, WITHOUT)
-        return {name: self._hold(number, name) for name in order}
-
-    def _hold(self, number: int, name: str) -> ChatRun:
         conversations = self.conversations[number :: self.config.rounds]
-        title, total = f"round {number + 1}, {name} reuse", sum(map(len, conversations))
+        title, total = f"round {number + 1}", 2 * sum(map(len, conversations))
         with tqdm(desc=title, total=total, unit="turn", leave=False) as bar:
-            return chat(
-                self.engines[name],
-                conversations,
-                num_users=self.config.num_users,
-                window=self.window,
-                salt=f"round {number}",
-                on_turn=lambda _: bar.update(),
-            )
+            return {
+                name: chat(
+                    self.engines[name],
+                    conversations,
+                    num_users=self.config.num_users,
+                    window=self.window,
+                    salt=title,
+                    on_turn=lambda _: bar.update(),
+                )
+                for name in ((WITHOUT, WITH) if number % 2 == 0 else (WITH, WITHOUT))
+            }
 
 
 def hit_percent(turns: Sequence[AnsweredTurn]) -> float:
@@ -178,16 +167,13 @@ def plot(turns: Turns, out_dir: str) -> None:
 
 
 def main(config: Config) -> None:
-    if config.max_turns < config.min_turns:
-        raise ValueError(
-            f"--max_turns={config.max_turns} is less than --min_turns={config.min_turns}"
-        )
     window = Window(config.max_prompt_tokens, config.window_step)
     read = read_conversations(config.trace or find_packaged_sharegpt())
-    with (
-        closing(make_engine(config, enable_prefix_caching=False)) as without,
-        closing(make_engine(config, enable_prefix_caching=True)) as with_reuse,
-    ):
+    max_model_len = config.max_prompt_tokens + config.max_output_tokens
+    blocks = 2 * config.num_users * -(-max_model_len // config.block_size)
+    options = engine_options(config) | {"num_blocks": config.num_blocks or blocks}
+    options |= {"max_num_seqs": config.num_users, "max_model_len": max_model_len}
+    with with_and_without_cache(config.model, **options) as (with_reuse, without):
         conversations = draw_conversations(
             read,
             without.tokenizer,
@@ -197,9 +183,6 @@ def main(config: Config) -> None:
             max_reply_tokens=config.max_output_tokens,
             seed=config.seed,
         )
-        for engine in (without, with_reuse):
-            engine.warm_up()
-            chat(engine, [[Turn([0, 1], 2)]], num_users=1, window=window)  # untimed
         pair = Pair(config, {WITHOUT: without, WITH: with_reuse}, conversations, window)
         rounds = grid(pair.measure, range(config.rounds), config, unit="round")
 
@@ -208,11 +191,8 @@ def main(config: Config) -> None:
     wall_s = {name: [run.wall_s for run in of] for name, of in runs.items()}
     parts = list(parts_of(turns))
     low, ratio, high = ratio_spread(wall_s[WITHOUT], wall_s[WITH])
-    same = [
-        a == b
-        for one, other in zip(runs[WITH], runs[WITHOUT], strict=True)
-        for a, b in zip(one.histories, other.histories, strict=True)
-    ]
+    histories = {name: [each for run in of for each in run.histories] for name, of in runs.items()}
+    same = [a == b for a, b in zip(histories[WITH], histories[WITHOUT], strict=True)]
     evictions = sum(run.evictions for run in runs[WITH])
     report(
         f"Conversations with {without.config.name}",

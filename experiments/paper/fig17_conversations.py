@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 
@@ -64,11 +65,7 @@ def draw_conversations(
         )
     order = np.random.default_rng(seed).permutation(len(chosen))[:count]
     around = turn_format(tokenizer)
-
-    def encode(text: str) -> list[int]:
-        token_ids: list[int] = tokenizer.encode(text, add_special_tokens=False, verbose=False)
-        return token_ids
-
+    encode = partial(tokenizer.encode, add_special_tokens=False, verbose=False)
     return [
         [
             Turn(
@@ -90,17 +87,11 @@ def turn_format(tokenizer: Tokenizer) -> Callable[..., str]:
     if not tokenizer.chat_template:
         return lambda prompt, *, is_first: f"{'' if is_first else '\n\n'}User: {prompt}\n\nModel:"
 
-    def render(messages: list[dict[str, str]]) -> str:
-        return str(
-            tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
-        )
-
     def around(prompt: str, *, is_first: bool) -> str:
-        asked = {"role": "user", "content": prompt}
-        if is_first:
-            return render([asked])
         before = [{"role": "user", "content": "?"}, {"role": "assistant", "content": _MARK}]
-        return render([*before, asked]).split(_MARK, 1)[1]
+        messages = [*([] if is_first else before), {"role": "user", "content": prompt}]
+        text = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
+        return str(text) if is_first else str(text).split(_MARK, 1)[1]
 
     return around
 

@@ -22,7 +22,7 @@ results.json, results.csv (micro), end_to_end.csv and preemption.png.
 """
 
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from operator import itemgetter
 from typing import Any
@@ -35,9 +35,10 @@ from experiments.lib.driver import serve
 from experiments.lib.experiment import grid, run
 from experiments.lib.options import Options, engine_option, engine_options, option
 from experiments.lib.reporting import print_rows, write_csv, write_results
+from experiments.lib.serving_figures import complete_outputs, run_figures, shortfalls
 from experiments.paper import fig19_micro as micro
 from paged_jax import Engine, SamplingParams
-from paged_jax.loading import load_model
+from paged_jax.loading import LoadedModel, load_model
 from paged_jax.workloads import VocabRange, WorkloadRequest, build_workload
 
 RUNS = ("micro", "end_to_end")
@@ -80,22 +81,22 @@ class Config(Options):
     model: str = option("smollm2", "Name or path of the model.")
 
 
+@dataclass(frozen=True)
 class Preemption:
     """A model whose sequences are preempted, one alone or many under load, at a block size."""
 
-    def __init__(self, config: Config):
-        self._config, self._model = config, load_model(config.model)
+    config: Config
+    model: LoadedModel
 
     def measure(self, block_size: int) -> Row:
         """Take one sequence out of the cache and bring it back."""
-        config = self._config
-        return micro.measure(
-            self._model, config.num_tokens, block_size, rounds=config.rounds, seed=config.seed
-        )
+        rounds, seed = self.config.rounds, self.config.seed
+        tokens = self.config.num_tokens
+        return micro.measure(self.model, tokens, block_size, rounds=rounds, seed=seed)
 
     def serve(self, block_size: int) -> list[Row]:
         """Serve the requests in each mode in turn, round by round."""
-        config, model = self._config, self._model
+        config, model = self.config, self.model
         requests, notes = build_workload(
             "lengths",
             lengths="sharegpt",
@@ -114,14 +115,14 @@ class Preemption:
         engines = {}
         with ExitStack() as stack:
             for mode in MODES:
-                engines[mode] = engine = Engine(
+                engine = Engine(
                     model,
                     num_blocks=sum(blocks) if mode == "none" else small,
                     preemption_mode="recompute" if mode == "none" else mode,
                     swap_space_blocks=sum(blocks) if mode in ("swap", "auto") else 0,
                     **options,
                 )
-                stack.callback(engine.close)
+                engines[mode] = stack.enter_context(closing(engine))
                 engine.warm_up()
             for number in range(config.served_rounds):
                 # A noisy machine slows all of them.
@@ -135,33 +136,22 @@ class Preemption:
 
 
 def serve_once(engine: Engine, requests: Sequence[WorkloadRequest]) -> Served:
-    """Serve requests that are all there at the start, greedily."""
-    before = num_preempted(engine)
+    """Serve requests that are all there at the start, greedily; counts are the engine's so far."""
     served = serve(engine, requests, SamplingParams(temperature=0))
-    outputs = [each.output for each in served.served if each.output is not None]
+    outputs = complete_outputs(served)
     if len(outputs) < len(requests):
-        raise ValueError(next(s.refusal or "no output" for s in served.served if s.output is None))
-    tokens = [output.outputs[0].token_ids for output in outputs]
-    seconds = [(output.metrics.last_token_s or 0) - output.metrics.arrival_s for output in outputs]
-    latencies = np.divide(seconds, [len(each) for each in tokens])
-    wall_s, swap_s = (sum(getattr(s, of) for s in served.steps) for of in ("wall_s", "swap_s"))
+        raise ValueError(shortfalls(served.served)[0]["why"])
+    found = run_figures(served, engine, served.start_s)
     row = {
-        "output_per_s": sum(map(len, tokens)) / served.wall_s,  # tokens/s
-        "latency_ms": 1e3 * float(np.mean(latencies)),  # normalised: arrival to the end, by token
-        **{name: count - before[name] for name, count in num_preempted(engine).items()},
-        "swap_percent": 100 * swap_s / wall_s,  # of the time that iterations take
+        "output_per_s": found["output_tokens_per_s"],
+        "latency_ms": 1e3 * found["normalised_latency_s"]["mean"],  # arrival to the end, by token
+        "preemptions": found["preemptions"],
+        "by_swap": found["preemptions_by_swap"],
+        "swapped_blocks": found["swapped_out_blocks"] + found["swapped_in_blocks"],
+        "recomputed_tokens": found["recomputed_tokens"],
+        "swap_percent": 100 * found["swap_s"] / sum(step.wall_s for step in served.steps),
     }
-    return row, tokens
-
-
-def num_preempted(engine: Engine) -> dict[str, int]:
-    counters = engine.core.scheduler.counters
-    return {
-        "preemptions": counters.num_preemptions,
-        "by_swap": counters.num_preemptions_by_swap,
-        "swapped_blocks": counters.num_swapped_out_blocks + counters.num_swapped_in_blocks,
-        "recomputed_tokens": counters.num_recomputed_tokens,
-    }
+    return row, [output.outputs[0].token_ids for output in outputs]
 
 
 def over_rounds(rounds: Sequence[Served], wanted: Outputs) -> Row:
@@ -173,51 +163,44 @@ def over_rounds(rounds: Sequence[Served], wanted: Outputs) -> Row:
     return rows[0] | medians | {"same_percent": 100 * sum(same) / len(same)}
 
 
-def compare(rows: Sequence[Row]) -> list[Row]:
-    """The paper's claims beside figures of the micro run, measured and modelled.
+def compare(rows: Sequence[Row], served_rows: Sequence[Row]) -> Iterator[Row]:
+    """The paper's claims beside figures of both runs, measured and modelled.
 
     rows: by block size. a100: with a copy for each block and layer, as in the paper's system.
     """
-    sizes = [row["block_size"] for row in rows]
-    each, swap, recompute = (  # [measured or modelled, block size]
-        np.array([[row[f"{kind}{name}_ms"] for row in rows] for kind in ("", "a100_")])
-        for name in WAYS.values()
-    )
-    over_swap, small_large = recompute / each, f"block size {sizes[0]} / {sizes[-1]}"
-    low, high = MIDDLE_BLOCKS
-    small = "swapping is slow at small blocks: many small copies"
-    flat = "recomputing takes the same at any block size"
-    bound = "recomputing takes never more than 20 % longer than swapping"
-    even = f"from {low} to {high} slots a block both are about even"
-    compared = [
-        (small, f"a copy for each block: {small_large}", each[:, 0] / each[:, -1]),
-        ("likewise", f"blocks gathered first: {small_large}", swap[:, 0] / swap[:, -1]),
-        (flat, "longest / shortest", recompute.max(axis=1) / recompute.min(axis=1)),
-        (bound, f"recompute / swap, the most (paper: {MOST_OVER_SWAP})", over_swap.max(axis=1)),
-        *(
-            (even, f"recompute / swap, block size {size}", over_swap[:, i])
-            for i, size in enumerate(sizes)
-            if low <= size <= high
-        ),
-    ]
-    return [
-        {"paper": paper, "figure": figure, "measured": found[0].item(), "a100": found[1].item()}
-        for paper, figure, found in compared
-    ]
-
-
-def compare_served(rows: Sequence[Row]) -> list[Row]:
-    """The paper's claim about runs end to end."""
-    latency_ms = {(row["block_size"], row["mode"]): row["latency_ms"] for row in rows}
-    return [
-        {
+    if rows:
+        sizes = [row["block_size"] for row in rows]
+        each, swap, recompute = (  # [measured or modelled, block size]
+            np.array([[row[f"{kind}{name}_ms"] for row in rows] for kind in ("", "a100_")])
+            for name in WAYS.values()
+        )
+        over_swap, small_large = recompute / each, f"block size {sizes[0]} / {sizes[-1]}"
+        low, high = MIDDLE_BLOCKS
+        small = "swapping is slow at small blocks: many small copies"
+        flat = "recomputing takes the same at any block size"
+        bound = "recomputing takes never more than 20 % longer than swapping"
+        even = f"from {low} to {high} slots a block both are about even"
+        for paper, figure, found in (
+            (small, f"a copy for each block: {small_large}", each[:, 0] / each[:, -1]),
+            ("likewise", f"blocks gathered first: {small_large}", swap[:, 0] / swap[:, -1]),
+            (flat, "longest / shortest", recompute.max(axis=1) / recompute.min(axis=1)),
+            (bound, f"recompute / swap, the most (paper: {MOST_OVER_SWAP})", over_swap.max(axis=1)),
+            *(
+                (even, f"recompute / swap, block size {size}", over_swap[:, i])
+                for i, size in enumerate(sizes)
+                if low <= size <= high
+            ),
+        ):
+            measured, a100 = found.tolist()
+            yield {"paper": paper, "figure": figure, "measured": measured, "a100": a100}
+    latency_ms = {(row["block_size"], row["mode"]): row["latency_ms"] for row in served_rows}
+    for size in dict.fromkeys(size for size, _ in latency_ms):
+        yield {
             "paper": "both are about even, end to end",
             "figure": f"latency, recompute / swap, block size {size}",
             "measured": latency_ms[size, "recompute"] / latency_ms[size, "swap"],
             "a100": None,
         }
-        for size in dict.fromkeys(size for size, _ in latency_ms)
-    ]
 
 
 def plot(config: Config, rows: Sequence[Row], served_rows: Sequence[Row]) -> None:
@@ -227,8 +210,7 @@ def plot(config: Config, rows: Sequence[Row], served_rows: Sequence[Row]) -> Non
     sizes = [row["block_size"] for row in rows]
     for panel, kind in ((measured, ""), (modelled, "a100_")):
         for label, name in WAYS.items():
-            times = [row[f"{kind}{name}_ms"] for row in rows]
-            figures.lines(panel, {label: list(zip(sizes, times, strict=True))})
+            figures.lines(panel, {label: [(r["block_size"], r[f"{kind}{name}_ms"]) for r in rows]})
         panel.set(xscale="log", yscale="log", xlabel="block size (slots)")
         panel.set_ylabel("out and in again, or prefill (ms)")
         panel.set_xticks(sizes, map(str, sizes))
@@ -249,23 +231,21 @@ def plot(config: Config, rows: Sequence[Row], served_rows: Sequence[Row]) -> Non
 
 
 def main(config: Config) -> None:
-    preemption = Preemption(config)
+    preemption = Preemption(config, load_model(config.model))
     rows: list[Row] = []
     served_rows: list[Row] = []
-    comparisons: list[Row] = []
     if "micro" in config.runs:
         sizes = sorted({*config.block_sizes})
         rows = grid(preemption.measure, sizes, config, unit="block size", description="micro")
-        comparisons += compare(rows)
         print_rows("Measured: one sequence, taken out and brought back", rows, MEASURED)
         print_rows("Modelled: OPT-13B on an A100", rows, MODELLED)
     if "end_to_end" in config.runs:
         sizes = sorted({*config.served_block_sizes})
         served = grid(preemption.serve, sizes, config, unit="block size", description="end to end")
         served_rows = [row for of_size in served for row in of_size]
-        comparisons += compare_served(served_rows)
         print_rows("End to end", served_rows, SERVED)
         print_rows("End to end, a round", served_rows, COUNTED)
+    comparisons = list(compare(rows, served_rows))
     print_rows("The paper's claims (a100: modelled)", comparisons)
     write_results(rows, config, a100=micro.COST, end_to_end=served_rows, claims=comparisons)
     write_csv(config.out_dir, "end_to_end.csv", served_rows)

@@ -1,14 +1,15 @@
-"""The report: one HTML file that needs no other, and the same as Markdown."""
+"""The report as Markdown, and as one HTML file that needs no other."""
 
 import base64
 import html
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+
+from markdown_it import MarkdownIt
 
 from experiments.lib.claims import VERDICTS, Claim
-from experiments.lib.reporting import cell, markdown_table
+from experiments.lib.reporting import markdown_table
 
 COLUMNS = ("claim", "paper", "here", "verdict", "counts as reproduced")
 
@@ -22,25 +23,8 @@ img { max-width: 100%; }
 code { background: #f2f2f2; padding: 0 0.2rem; }
 .reproduced { background: #dff2df; } .differs { background: #f9dcdc; }
 .notcomparable { background: #eee; }
-p.note { color: #555; margin: 0.2rem 0; }
+li { color: #555; margin: 0.2rem 0; }
 """
-_MARKDOWN = {
-    "title": "# {}\n",
-    "heading": "\n## {}\n\n",
-    "failure": "Failed: {}\n",
-    "text": "{}\n\n",
-    "note": "\n- {}",
-    "command": "\n`{}`, {}\n",
-}
-_HTML = {
-    "title": "<h1>{}</h1>",
-    "heading": "<h2>{}</h2>",
-    "failure": '<p class="differs">Failed: {}</p>',
-    "text": "<p>{}</p>",
-    "note": '<p class="note">{}</p>',
-    "plot": '<p><img alt="{}" src="data:image/png;base64,{}"></p>',
-    "command": "<p><code>{}</code>, {}</p>",
-}
 
 
 @dataclass(frozen=True)
@@ -56,9 +40,25 @@ class Section:
     failure: str | None  # why there is nothing to show; None where it succeeded
     claims: list[Claim]
 
-    @property
-    def plots(self) -> list[Path]:
-        return sorted(self.folder.glob("*.png"))
+    def blocks(self, out_dir: Path | None) -> Iterator[str]:
+        """What the report shows of it, as Markdown."""
+        yield f"## {self.title}"
+        if self.failure is not None:
+            yield f"Failed: {self.failure}"
+            return
+        if self.remark:
+            yield self.remark
+        if self.claims:
+            rows = [(c.what, c.paper, c.ours, c.verdict, c.rule) for c in self.claims]
+            yield markdown_table(COLUMNS, rows)
+        # The reasons of what differs or cannot be compared, each once.
+        unmet = [claim for claim in self.claims if not claim.holds and claim.note]
+        if notes := dict.fromkeys(f"- {claim.what}: {claim.note}" for claim in unmet):
+            yield "\n".join(notes)
+        for plot in sorted(self.folder.glob("*.png")):
+            inline = f"data:image/png;base64,{base64.b64encode(plot.read_bytes()).decode()}"
+            yield f"![{self.title}]({plot.relative_to(out_dir) if out_dir else inline})"
+        yield f"`{self.command}`, {self.took}"
 
 
 def summary(sections: Sequence[Section]) -> dict[str, int]:
@@ -68,72 +68,27 @@ def summary(sections: Sequence[Section]) -> dict[str, int]:
     return counts | {"experiments that failed": sum(s.failure is not None for s in sections)}
 
 
-Block = tuple[Any, ...]  # its kind, and what it shows
-
-
-def blocks(
-    title: str, sections: Sequence[Section], environment: Mapping[str, object]
-) -> Iterator[Block]:
-    """All that the report shows, in order."""
-    yield "title", title
-    yield "table", ("verdict", "claims"), summary(sections).items()
-    for section in sections:
-        yield "heading", section.title
-        if section.failure is not None:
-            yield "failure", section.failure
-            continue
-        if section.remark:
-            yield "text", section.remark
-        if section.claims:
-            rows = [(c.what, c.paper, c.ours, c.verdict, c.rule) for c in section.claims]
-            yield "table", COLUMNS, rows
-        # The reasons of what differs or cannot be compared, each once.
-        unmet = [claim for claim in section.claims if not claim.holds and claim.note]
-        notes = dict.fromkeys(f"{claim.what}: {claim.note}" for claim in unmet)
-        yield from (("note", note) for note in notes)
-        yield from (("plot", section.title, plot) for plot in section.plots)
-        yield "command", section.command, section.took
-    yield "heading", "Where"
-    yield "table", ("what", "value"), environment.items()
-
-
 def markdown(
-    title: str, sections: Sequence[Section], environment: Mapping[str, object], out_dir: Path
+    title: str,
+    sections: Sequence[Section],
+    environment: Mapping[str, object],
+    out_dir: Path | None = None,
 ) -> str:
-    """The report as Markdown in `out_dir`, with links to the plots."""
-
-    def shown(kind: str, *what: Any) -> str:
-        if kind == "table":
-            return markdown_table(*what)
-        if kind == "plot":
-            title, path = what
-            return f"\n\n![{title}]({path.relative_to(out_dir)})\n"
-        return _MARKDOWN[kind].format(*what)
-
-    return "".join(shown(*block) for block in blocks(title, sections, environment))
+    """The report as Markdown in `out_dir`, with links to the plots; without it they are inline."""
+    blocks = [f"# {title}", markdown_table(("verdict", "claims"), summary(sections).items())]
+    for section in sections:
+        blocks += section.blocks(out_dir)
+    blocks += ["## Where", markdown_table(("what", "value"), environment.items())]
+    return "\n\n".join(block.strip() for block in blocks) + "\n"
 
 
 def html_page(title: str, sections: Sequence[Section], environment: Mapping[str, object]) -> str:
-    """The report as one HTML file, with the plots in it."""
-
-    def shown(kind: str, *what: Any) -> str:
-        if kind == "table":
-            return _html_table(*what)
-        if kind == "plot":
-            title, path = what
-            what = title, base64.b64encode(path.read_bytes()).decode()
-        return _HTML[kind].format(*map(html.escape, what))
-
+    """The same as one HTML file, with the plots in it."""
+    to_html = MarkdownIt("commonmark", {"html": False}).enable("table")
+    body = to_html.render(markdown(title, sections, environment))
+    body = body.replace("<p>Failed: ", '<p class="differs">Failed: ')
+    for verdict in VERDICTS:
+        marked = f'<td class="{verdict.replace(" ", "")}">{verdict}</td>'
+        body = body.replace(f"<td>{verdict}</td>", marked)
     head = f'<meta charset="utf-8"><title>{html.escape(title)}</title><style>{_STYLE}</style>'
-    body = "\n".join(shown(*block) for block in blocks(title, sections, environment))
-    return f"<!doctype html>\n<html><head>{head}</head><body>\n{body}\n</body></html>\n"
-
-
-def _html_table(columns: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
-    def shown(text: str) -> str:
-        kind = f' class="{text.replace(" ", "")}"' if text in VERDICTS else ""
-        return f"<td{kind}>{html.escape(text)}</td>"
-
-    head = "".join(f"<th>{html.escape(column)}</th>" for column in columns)
-    lines = ["".join(shown(cell(value)) for value in row) for row in rows]
-    return f"<table><tr>{head}</tr>" + "".join(f"<tr>{line}</tr>" for line in lines) + "</table>"
+    return f"<!doctype html>\n<html><head>{head}</head><body>\n{body}</body></html>\n"

@@ -8,12 +8,11 @@
 Each experiment runs in a process of its own and leaves its results in a folder of --out_dir. Then
 report.html (one file, with all plots) and report.md put the paper's figures beside the ones here,
 with a verdict on each claim by a rule that is fixed beforehand: reproduced, differs, or not
-comparable where this machine or model cannot decide it. Notes say what differs.
+comparable where this machine or model cannot decide it.
 
-Results are kept: started again, it runs only what failed, was interrupted, or was made by another
-version of the code or other flags. --fresh runs all. On two CPU cores, expect less than 10 minutes
-with --quick and less than 2 hours without. Exit code 1: an experiment failed; the report is written
-all the same.
+Started again, it runs only what failed, was interrupted, or was made by another version of the code
+or other flags. On two CPU cores, expect less than 10 minutes with --quick and less than 2 hours
+without. Exit code 1: an experiment failed; the report is written all the same.
 """
 
 import importlib
@@ -62,8 +61,8 @@ class Step:
         flags = [*(self.quick if config.quick else self.full).split(), *self.more]
         if config.seed:
             flags.append(f"--seed={config.seed}")
-        out_dir = f"--out_dir={Path(config.out_dir) / self.name}"
-        return [sys.executable, "-m", f"experiments.{self.module}", *flags, out_dir]
+        flags.append(f"--out_dir={Path(config.out_dir) / self.name}")
+        return [sys.executable, "-m", f"experiments.{self.module}", *flags]
 
 
 LENGTHS = (
@@ -218,9 +217,8 @@ def run_command(
             process.terminate()
             process.wait()
             raise
-    seconds, cpu_seconds = time.monotonic() - start, _cpu_seconds() - cpu_start
-    ended = process.returncode, last_line(folder / LOG)
-    outcome = Outcome(command, commit, seconds, cpu_seconds, *ended)
+    took = time.monotonic() - start, _cpu_seconds() - cpu_start
+    outcome = Outcome(command, commit, *took, process.returncode, last_line(folder / LOG))
     (folder / DONE).write_text(json.dumps(asdict(outcome), indent=2) + "\n")
     return outcome
 
@@ -251,6 +249,7 @@ def run_step(step: Step, config: Config, commit: str | None, bar: "tqdm[Any]") -
         claims = list(judge(json.loads((folder / "results.json").read_text())))
     else:
         failure = f"exit code {outcome.returncode}: {outcome.last_line}"
+        bar.write(f"{step.name}: {failure}")
     ran = f"python {shlex.join(outcome.command[1:])}"
     took = f"{outcome.seconds:.0f} s ({outcome.cpu_seconds:.0f} s of CPU time)"
     took += ", kept from an earlier run" if outcome.was_kept else ""
@@ -262,14 +261,10 @@ def main(config: Config) -> int:
     out_dir = Path(config.out_dir)
     commit = reporting.git_commit(Path(__file__).parent)
     sections: list[Section] = []
-    with tqdm(total=len(steps), unit="experiment") as bar:
-        for step in steps:
+    with tqdm(steps, unit="experiment") as bar:
+        for step in bar:
             bar.set_description(step.name)
-            section = run_step(step, config, commit, bar)
-            sections.append(section)
-            if section.failure is not None:
-                bar.write(f"{step.name}: {section.failure}")
-            bar.update()
+            sections.append(run_step(step, config, commit, bar))
 
     title = f"The paper's figures, again{' (quick)' if config.quick else ''}"
     environment = reporting.environment()

@@ -6,7 +6,7 @@ import pytest
 from experiments.costs.prefix_hit_rate import Prompt, replay, replay_trace, textbook_hits
 from experiments.lib.fake_devices import BatchRecorder, BranchingDevice
 from experiments.lib.paired import in_turn, ratio_spread
-from experiments.paper.fig15_savings import (
+from experiments.paper.fig15_memory_sharing import (
     beams_apart,
     num_tokens_apart,
     saved_fraction,

@@ -63,7 +63,8 @@ def test_the_figures_of_a_run_count_what_was_refused_and_late():
     run = SimpleNamespace(
         served=[served([1.0, 1.2, 1.5]), served([4.0, 4.1]), served(None)], steps=steps, wall_s=5.0
     )
-    case = case_of("chunked", 0.6, run, Objective(ttft_s=2.0, gap_s=0.5))
+    found = case_of("chunked", 0.6, run, Objective(ttft_s=2.0, gap_s=0.5))
+    case = SimpleNamespace(**found)
     assert (case.requests, case.refused) == (3, 1)
     assert (case.ttft_p50_s, case.gap_max_s) == (2.5, pytest.approx(0.3))
     assert case.tokens_per_s == 1.0
