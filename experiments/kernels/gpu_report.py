@@ -79,12 +79,9 @@ class Report:
     state: str = "not finished"
     not_run: list[str] = field(default_factory=list)
 
-    def add(self, row: ValueRow | Row, details: str) -> None:
+    def add(self, row: Row | ValueRow, details: str) -> None:
         """Add a row; `details` of a fault are more than a line."""
-        if isinstance(row, ValueRow):
-            self.values.append(row)
-        else:
-            self.latency.append(row)
+        (self.latency if isinstance(row, Row) else self.values).append(row)
         self.write()
         if details:
             with (self.out_dir / "faults.log").open("a") as log:
@@ -107,10 +104,7 @@ class Report:
             os.replace(self.out_dir / f"{name}.new", self.out_dir / name)
 
     def markdown(self) -> str:
-        parts = (
-            f"### {title}\n\n{markdown_table(columns, rows)}"
-            for title, columns, rows in self.tables()
-        )
+        parts = (f"### {title}\n\n{markdown_table(*table)}" for title, *table in self.tables())
         return "\n".join((f"{self.summary()}\n", *parts))
 
     def print(self) -> None:
@@ -140,9 +134,8 @@ class Report:
     def faults(self) -> list[tuple[str, str]]:
         """(check, verdict) of all that is wrong, failed, hung or crashed."""
         found = [(f"{row.op} {row.implementation}, {row.case}", row.verdict) for row in self.values]
-        for row in self.latency:
-            shape = f"batch {row.batch}, context {row.context}, block {row.block_size}"
-            found.append((f"{row.implementation}, {row.geometry}, {shape}", row.verdict))
+        what = "{implementation}, {geometry}, batch {batch}, context {context}, block {block_size}"
+        found += [(what.format_map(row._asdict()), row.verdict) for row in self.latency]
         found += [(row["tool"], row["verdict"]) for row in self.sanitizer]
         return [(check, verdict) for check, verdict in found if is_fault(verdict)]
 
