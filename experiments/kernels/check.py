@@ -14,8 +14,8 @@ lowering  Each target's lowering of shapes of real models. With the `aot` extra,
           code: registers, spills, shared memory, how many programs fit on a core, instructions.
 
 A kernel may refuse a case with a reason; that is no failure, unless it refuses all of a kind. Exit
-code 1: something failed. Expect less than a minute on two CPU cores. --out_dir gets results.json
-and results.csv with a row for each case.
+code 1: something failed. Expect less than a minute on two CPU cores. Results have a row for each
+case.
 """
 
 import os
@@ -84,19 +84,14 @@ def tasks(config: Config, device: str, interpret: bool) -> list[Task]:
     """All that the options ask for; ValueError if that is nothing."""
     lab, compile = lab_of(config.op), aot.is_available()
     seeds = np.random.SeedSequence(config.seed).generate_state(len(lab.VALUE_SPECS)).tolist()
-    values = [
-        (spec, device, (seed, interpret)) for spec, seed in zip(lab.VALUE_SPECS, seeds, strict=True)
-    ]
-    lowerings = [
-        (spec, target, (target, compile))
-        for spec, target in product(lab.COMPILE_SPECS, config.target)
-    ]
+    seeded = zip(lab.VALUE_SPECS, seeds, strict=True)
+    compiled = product(lab.COMPILE_SPECS, config.target)
+    cases = [("values", spec, device, (seed, interpret)) for spec, seed in seeded]
+    cases += [("lowering", spec, target, (target, compile)) for spec, target in compiled]
     found = [
         Task(kind, impl, spec, where, (impl, spec, *options, config.op))
-        for impl in config.impl
-        for kind, cases in (("values", values), ("lowering", lowerings))
+        for impl, (kind, spec, where, options) in product(config.impl, cases)
         if kind in config.checks
-        for spec, where, options in cases
     ]
     chosen = [task for task in found if config.case in task.spec.name]
     if not chosen:
@@ -107,13 +102,12 @@ def tasks(config: Config, device: str, interpret: bool) -> list[Task]:
 
 def run_tasks(todo: list[Task], config: Config, interpret: bool) -> list[worker.Outcome]:
     """The outcomes of the tasks, in their order."""
-    on_device = [task for task in todo if task.kind == "values" and not interpret]
-    on_host = [task for task in todo if task.kind != "values" or interpret]
     outcomes: dict[Task, worker.Outcome] = {}
-    # One process at a time has the GPU.
     on_cpu = {"JAX_PLATFORMS": "cpu"}
     with tqdm(total=len(todo), unit="case") as bar:
-        for own, num_workers, env in ((on_device, 1, None), (on_host, config.workers, on_cpu)):
+        # One process at a time has the GPU.
+        for on_device, num_workers, env in ((True, 1, None), (False, config.workers, on_cpu)):
+            own = [t for t in todo if (t.kind == "values" and not interpret) == on_device]
             calls = [(CHECKS[task.kind], task.arguments) for task in own]
             ended = worker.run_all(calls, config.timeout_s, num_workers=num_workers, env=env)
             for index, outcome in ended:
@@ -173,12 +167,11 @@ def line_of(row: Row) -> Row:
     programs = None  # on a core at once, what limits them, and the part of its threads in use
     if row["occupancy"] is not None:
         programs = f"{row['programs_per_core']} ({row['limited_by']}), {row['occupancy']:.0%}"
-    return {
-        "case": row["case"],
-        "GPU": row["where"],
-        "registers": row["registers"],
-        "spills": row["spills"],
-        "shared memory": row["shared_memory"],
+    shown = {"case": row["case"], "GPU": row["where"]}
+    shown |= {
+        name.replace("_", " "): row[name] for name in ("registers", "spills", "shared_memory")
+    }
+    return shown | {
         "programs per core": programs,
         "instructions": "no Pallas kernel" if row["kernels"] == 0 else instructions,
         "verdict": verdict,

@@ -10,14 +10,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from experiments.kernels.gpu_plan import (
-    BASELINE,
-    FULL_BATCH,
-    LONG_CONTEXT,
-    OURS,
-    ValueRow,
-    is_fault,
-)
+from experiments.kernels import gpu_plan
+from experiments.kernels.gpu_plan import BASELINE, OURS, ValueRow, is_fault
 from experiments.kernels.measure import Row, empty_row, tables, with_ratios
 from experiments.kernels.shapes import Shape
 from experiments.lib.reporting import markdown_table, print_table, write_json
@@ -50,13 +44,13 @@ def goals(rows: Sequence[Row]) -> Iterator[Goal]:
 
     def over(name: str, other: str) -> float | None:
         """Time of one over that of the other, if both were taken in the same way."""
-        mine, theirs = find(name, FULL_BATCH), find(other, FULL_BATCH)
+        mine, theirs = find(name, gpu_plan.FULL_BATCH), find(other, gpu_plan.FULL_BATCH)
         if mine.time_us and theirs.time_us and mine.method == theirs.method:
             return mine.time_us / theirs.time_us
         return None
 
     for name in OURS:
-        for shape, least in ((FULL_BATCH, 0.85), (LONG_CONTEXT, 0.6)):
+        for shape, least in ((gpu_plan.FULL_BATCH, 0.85), (gpu_plan.LONG_CONTEXT, 0.6)):
             what = f"of copy bandwidth, batch {shape.batch}, context {shape.context}"
             yield goal(name, what, ">=", least, find(name, shape).copy_fraction)
         yield goal(name, f"time / {BASELINE}", "<=", 1.05, over(name, BASELINE))
