@@ -20,7 +20,7 @@ case.
 
 import os
 import secrets
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from itertools import product
@@ -54,16 +54,10 @@ Row = dict[str, Any]  # of results.json
 class Config(Options):
     impl: tuple[str, ...] = option(None, "Registered names or modules of the implementations.")
     op: str = option("attention", "The implementations implement this op.", choices=OPS)
-    checks: tuple[str, ...] = option(
-        tuple(CHECKS), "These checks run.", quick=("values",), choices=CHECKS
-    )
+    checks: tuple[str, ...] = option((*CHECKS,), "These run.", quick=("values",), choices=CHECKS)
     case: str = option("", "Only cases with this text in their name run.")
-    target: tuple[str, ...] = option(
-        tuple(TARGETS), "Kernels are lowered and compiled for these GPUs.", choices=TARGETS
-    )
-    interpret: bool | None = option(
-        None, "Kernels are interpreted on the CPU. By default they are where there is no GPU."
-    )
+    target: tuple[str, ...] = option((*TARGETS,), "Compile for these GPUs.", choices=TARGETS)
+    interpret: bool | None = option(None, "Interpret kernels. By default where there is no GPU.")
     timeout_s: float = option(60.0, "A case may take so long (s).", least=0.1)
     workers: int = option(min(os.cpu_count() or 1, 8), "So many processes run at once.", least=1)
     seed: int = option(secrets.randbits(32), "Seed of the inputs. By default a new one.", least=0)
@@ -146,12 +140,12 @@ def row_of(task: Task, outcome: worker.Outcome) -> Row:
 
 def print_tables(rows: Sequence[Row]) -> None:
     """For each implementation a table of each kind of check."""
-    tables: dict[str, list[Row]] = {}
+    tables = defaultdict[str, list[Row]](list)
     for row in rows:
         where = f" on {row['where']}" if row["check"] == "values" else ""
-        tables.setdefault(f"{row['implementation']}: {row['check']}{where}", []).append(row)
-    for title, own in tables.items():
-        print_rows(title, map(line_of, own))
+        tables[f"{row['implementation']}: {row['check']}{where}"].append(line_of(row))
+    for title, lines in tables.items():
+        print_rows(title, lines)
     if (reason := aot.missing()) and any(row["check"] == "lowering" for row in rows):
         print(f"no machine code was looked at: {reason}")
 

@@ -70,7 +70,8 @@ class ValueCheck:
         reason = found.reason if found else outcome.reason
         return ValueRow(
             *(self.op, self.implementation, spec.name, spec.shape, spec.dtype, settings.device),
-            *((found.error, found.tolerance) if found else (None, None)),
+            error=found and found.error,
+            tolerance=found and found.tolerance,
             seconds=outcome.seconds,
             verdict=f"{status}: {reason}" if reason else status,
         )

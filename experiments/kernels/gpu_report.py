@@ -75,7 +75,8 @@ class Report:
 
     def add(self, row: Row | ValueRow, details: str) -> None:
         """Add a row; `details` of a fault are more than a line."""
-        (self.latency if isinstance(row, Row) else self.values).append(row)
+        rows: list[Any] = self.latency if isinstance(row, Row) else self.values
+        rows.append(row)
         self.write()
         if details:
             with (self.out_dir / "faults.log").open("a") as log:
@@ -98,7 +99,10 @@ class Report:
             os.replace(self.out_dir / f"{name}.new", self.out_dir / name)
 
     def markdown(self) -> str:
-        parts = (f"### {title}\n\n{markdown_table(*table)}" for title, *table in self.tables())
+        parts = (
+            f"### {title}\n\n{markdown_table(columns, rows)}"
+            for title, columns, rows in self.tables()
+        )
         return "\n".join((f"{self.summary()}\n", *parts))
 
     def print(self) -> None:

@@ -62,11 +62,8 @@ class Row(NamedTuple):
 def empty_row(name: str, shape: Shape, device: str, verdict: str) -> Row:
     """The row of an implementation that was not timed."""
     block_size = None if name in CONTIGUOUS else shape.block_size
-    return Row(
-        *(name, "", str(shape.geometry), shape.batch, shape.context, shape.queries),
-        *(block_size, shape.dtype, device),
-        verdict=verdict,
-    )
+    work = (str(shape.geometry), shape.batch, shape.context, shape.queries)
+    return Row(name, "", *work, block_size, shape.dtype, device, verdict=verdict)
 
 
 def measure(

@@ -33,10 +33,7 @@ class WallClock:
 
 
 class CpuClock(WallClock):
-    """Time that the process computes, summed over its threads; idle time is skipped.
-
-    Runs compare with each other on a machine that is busy with other things.
-    """
+    """Time that all threads compute, which compares on a busy machine; idle time is skipped."""
 
     def __init__(self) -> None:
         self._skipped_s = 0.0
@@ -145,9 +142,8 @@ class RealEngine:
                 else:
                     clock.idle_until(start + upcoming[0][1].arrival_s)
         counts = _counts(engine.core.scheduler)
-        served = [_outcome(each, outputs[str(n)], start) for n, each in enumerate(requests)]
         run = SimulatedRun(
-            requests=served,
+            [_outcome(each, outputs[str(n)], start) for n, each in enumerate(requests)],
             iterations=iterations,
             duration_s=clock() - start,
             sharing=engine.sharing_stats,

@@ -55,12 +55,8 @@ class Config(RealEngineOptions):
         "sharegpt", "Requests have these lengths.", quick="alpaca", choices=PUBLISHED_LENGTHS
     )
     load: float = option(0.7, "Poisson arrivals have this part of the served rate.", least=0.01)
-    num_blocks: int | None = option(
-        300, "The pool has so many blocks: too few for all sequences.", quick=40, least=1
-    )
-    max_model_len: int = option(
-        1024, "Requests of more tokens, with their output, are left out.", quick=512, least=1
-    )
+    num_blocks: int | None = option(300, "The pool has so few blocks.", quick=40, least=1)
+    max_model_len: int = option(1024, "Longer requests are left out (tokens).", quick=512, least=1)
     out_dir: str = option("out/validate_simulator", "Folder for the results.")
 
 
