@@ -58,7 +58,7 @@ def start(worker: Worker, report: Report, config: Config) -> Settings:
     if (platform == "gpu") == config.dry_run:
         wrong = f"JAX's device is a {platform}; --dry_run is for a CPU, and only for it"
         missing = None if platform == "gpu" else extras.missing_for_gpu()
-        raise ValueError(f"{wrong}; {missing}" if missing else wrong)
+        raise ValueError("; ".join(filter(None, (wrong, missing))))
     measured = (facts["device_kind"], facts["copy_gb_per_s"])
     return Settings(*measured, config.seconds, config.dry_run, config.seed)
 

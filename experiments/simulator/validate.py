@@ -106,8 +106,8 @@ def curves(run: SimulatedRun) -> list[tuple[int, ...]]:
 
 def first_difference(real: list[tuple[int, ...]], simulated: list[tuple[int, ...]]) -> str | None:
     """Where two runs part; None if they are the same in every iteration."""
-    for number, (one, other) in enumerate(zip(real, simulated, strict=False)):
-        for name, measured, predicted in zip(CURVES, one, other, strict=True):
+    for number, both in enumerate(zip(real, simulated, strict=False)):
+        for name, measured, predicted in zip(CURVES, *both, strict=True):
             if measured != predicted:
                 return f"iteration {number}: {name} {measured}, simulated {predicted}"
     if len(real) != len(simulated):
@@ -158,8 +158,7 @@ def plot(real: Runs, simulated: Runs, out_dir: str) -> None:
     figure, [axes] = figures.panels(1, 3, size=(5, 4))
     for label, style, runs in (("real", "-", real), ("simulated", "--", simulated)):
         for panel, name in zip(axes, ("batch size", "token states"), strict=False):
-            values = [CURVES[name](stats) for stats in runs["at_once"].iterations]
-            panel.plot(values, style, label=label)
+            panel.plot(list(map(CURVES[name], runs["at_once"].iterations)), style, label=label)
             panel.set(xlabel="iteration, all at once", ylabel=name)
         latencies = np.sort(runs["poisson"].latencies_s)
         shares = np.arange(1, 1 + len(latencies)) / len(latencies)
