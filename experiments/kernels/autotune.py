@@ -6,9 +6,8 @@
 The search starts at the tuning that the kernel would choose. It varies groups of parameters in
 turn, every combination of a group, until none is faster. Each candidate runs in a process that is
 killed when it takes too long; its values are compared with float32 attention before it is timed.
-The fastest is then timed once more beside the present choice, for longer, and its entry is written
-where it is faster by --least_gain. A kernel without a table (triton) gets no entry: its rule is in
-its file. Without a GPU, --dry_run shows the search in the interpreter, and writes no entry.
+The fastest is then timed for longer beside the present choice, and gets an entry where it is faster
+by --least_gain. A kernel without a table (triton) gets no entry: its rule is in its file.
 
 --out_dir gets results.json and results.csv with a row for each candidate, and candidates.jsonl as
 they come.
@@ -20,7 +19,7 @@ import json
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -52,6 +51,11 @@ GROUPS = (
     ("num_splits",),
 )
 
+NO_GPU = (
+    "no GPU here, and how fast a kernel is can only be measured on one; registers and occupancy "
+    "(experiments.kernels.check) do not order tunings by their speed. --dry_run shows the search "
+    "in the interpreter"
+)
 TABLE = Path(tuning.__file__).with_name("tuning_table.json")
 TABLE_IMPLS = ("mosaic_gpu",)  # the kernels that read the table
 
@@ -102,16 +106,15 @@ class Config(Options):
     dry_run: bool = option(False, "Search without a GPU, in the interpreter, and write no entry.")
 
 
+@dataclass
 class Tuner:
-    """Measures candidates for a shape in a process of their own, and keeps a row of each.
+    """Measures candidates for a shape in a process of their own, and keeps a row of each."""
 
-    The rows so far are always in out_dir/candidates.jsonl.
-    """
-
-    def __init__(self, worker: Worker, shape: Shape, facts: Mapping[str, Any], config: Config):
-        self.worker, self.shape, self.facts, self.config = worker, shape, facts, config
-        self.rows: list[dict[str, Any]] = []
-        self.deadline = time.monotonic() + config.time_limit_s
+    worker: Worker
+    shape: Shape
+    facts: Mapping[str, Any]
+    config: Config
+    rows: list[dict[str, Any]] = field(default_factory=list)
 
     def call(self, candidate: Any | None = None) -> Call:
         """The call that the kernel gets with this tuning."""
@@ -119,22 +122,16 @@ class Tuner:
         options = {"interpret": self.config.dry_run, "tuning": candidate}
         return self.shape.call(self.facts["target"], width, **options)
 
-    def seconds(self, candidate: Any) -> float:
-        """A call's time; infinity where the candidate does not work, or the search's time is up."""
-        if time.monotonic() > self.deadline:
+    def measure(self, candidate: Any, seconds: float, deadline: float = math.inf) -> float:
+        """A call's time; infinity where the candidate does not work, or the deadline has passed."""
+        if time.monotonic() > deadline:
             return math.inf
-        return self.measure(candidate, self.config.seconds)
-
-    def measure(self, candidate: Any, seconds: float) -> float:
-        """Time a candidate for about `seconds`."""
         config, time_us = self.config, None
         if reason := refusal(config.impl, self.call(candidate)):
             verdict = f"refused: {reason}"
         else:
-            arguments = (
-                *(config.impl, self.shape, self.facts["copy_gb_per_s"], seconds, config.dry_run),
-                *(candidate, config.seed),
-            )
+            case = (config.impl, self.shape, self.facts["copy_gb_per_s"])
+            arguments = (*case, seconds, config.dry_run, candidate, config.seed)
             outcome = self.worker.call(MEASURE, arguments, config.check_limit_s)
             verdict = outcome.reason or outcome.status
             if outcome.value is not None:
@@ -158,16 +155,15 @@ def main(config: Config) -> None:
         facts = facts_from(worker)
         target: Target | None = facts["target"]
         if target is None and not config.dry_run:
-            raise ValueError(
-                "no GPU here, and how fast a kernel is can only be measured on one; registers and "
-                "occupancy (experiments.kernels.check) do not order tunings by their speed. "
-                "--dry_run shows the search in the interpreter"
-            )
+            raise ValueError(NO_GPU)
         if target is not None and config.dry_run:
             raise ValueError(f"--dry_run is for a machine without a GPU; here is a {target.name}")
         tuner = Tuner(worker, shape, facts, config)
-        start = module.default_tuning(tuner.call())
-        best = search(start, tuner.seconds)
+        start, deadline = (
+            module.default_tuning(tuner.call()),
+            time.monotonic() + config.time_limit_s,
+        )
+        best = search(start, lambda each: tuner.measure(each, config.seconds, deadline))
         again = {each: tuner.measure(each, 10 * config.seconds) for each in {start, best}}
     if math.isinf(again[best]):
         raise ValueError(f"no tuning of {config.impl} does {shape}: {tuner.rows[-1]['verdict']}")

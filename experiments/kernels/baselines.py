@@ -51,13 +51,9 @@ def attention_for(
         return BASELINES[name](shape, interpret)
 
     def attend(q: Array, k: Array, v: Array, tables: Array, lens: Array) -> Array:
-        return paged_prefill_attention(
-            *(q, k, v, tables, lens, lens - shape.queries),
-            scale=shape.scale,
-            impl=name,
-            interpret=interpret,
-            tuning=tuning,
-        ).out
+        arguments = (q, k, v, tables, lens, lens - shape.queries)
+        options: dict[str, Any] = {"scale": shape.scale, "interpret": interpret, "tuning": tuning}
+        return paged_prefill_attention(*arguments, impl=name, **options).out
 
     width = cache_head_size(name, shape.geometry.head_size)
     return Attention(partial(paged, shape=shape, cache_head_size=width), {"": attend})
@@ -124,13 +120,9 @@ def jax_paged(shape: Shape, interpret: bool) -> Attention:
         return q[:, 0] * shape.scale, k.swapaxes(0, 1), v.swapaxes(0, 1), tables, lens
 
     def attend(*arguments: Array, num_splits: int) -> Array:
-        out: Array = kernel(
-            *arguments,
-            interpret=interpret,
-            k_splits=num_splits,
-            # As many blocks at a time as divide a split, up to the kernel's default of 8.
-            pages_per_compute_block=math.gcd(M // num_splits, 8),
-        )
+        # As many blocks at a time as divide a split, up to the kernel's default of 8.
+        splits = {"k_splits": num_splits, "pages_per_compute_block": math.gcd(M // num_splits, 8)}
+        out: Array = kernel(*arguments, interpret=interpret, **splits)
         return out[:, None]
 
     counts = [count for count in (16, 4, 1) if M % count == 0]
@@ -147,13 +139,9 @@ def cudnn_paged(shape: Shape, interpret: bool) -> Attention:
         return q.swapaxes(1, 2), k, v, tables[:, None, :, None], lens
 
     def attend(q: Array, k: Array, v: Array, tables: Array, lens: Array) -> Array:
-        out = cudnn.paged_attention(
-            *(q, k, v, jnp.ones_like(lens), lens, tables, tables),
-            scale=shape.scale,
-            mask_type=cudnn.MaskType.PADDING,
-            qkv_layout="BNTH",
-        )
-        return out.swapaxes(1, 2)
+        arguments = (q, k, v, jnp.ones_like(lens), lens, tables, tables)
+        padding = {"mask_type": cudnn.MaskType.PADDING, "qkv_layout": "BNTH"}
+        return cudnn.paged_attention(*arguments, scale=shape.scale, **padding).swapaxes(1, 2)
 
     return Attention(prepare, {"": attend})
 

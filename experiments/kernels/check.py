@@ -14,13 +14,13 @@ lowering  Each target's lowering of shapes of real models. With the `aot` extra,
           code: registers, spills, shared memory, how many programs fit on a core, instructions.
 
 A kernel may refuse a case with a reason; that is no failure, unless it refuses all of a kind. Exit
-code 1: something failed. Expect less than a minute on two CPU cores. --out_dir gets results.json
-and results.csv with a row for each case.
+code 1: something failed. Expect less than a minute on two CPU cores. Results have a row for each
+case.
 """
 
 import os
 import secrets
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from itertools import product
@@ -54,16 +54,10 @@ Row = dict[str, Any]  # of results.json
 class Config(Options):
     impl: tuple[str, ...] = option(None, "Registered names or modules of the implementations.")
     op: str = option("attention", "The implementations implement this op.", choices=OPS)
-    checks: tuple[str, ...] = option(
-        tuple(CHECKS), "These checks run.", quick=("values",), choices=CHECKS
-    )
+    checks: tuple[str, ...] = option((*CHECKS,), "These run.", quick=("values",), choices=CHECKS)
     case: str = option("", "Only cases with this text in their name run.")
-    target: tuple[str, ...] = option(
-        tuple(TARGETS), "Kernels are lowered and compiled for these GPUs.", choices=TARGETS
-    )
-    interpret: bool | None = option(
-        None, "Kernels are interpreted on the CPU. By default they are where there is no GPU."
-    )
+    target: tuple[str, ...] = option((*TARGETS,), "Compile for these GPUs.", choices=TARGETS)
+    interpret: bool | None = option(None, "Interpret kernels. By default where there is no GPU.")
     timeout_s: float = option(60.0, "A case may take so long (s).", least=0.1)
     workers: int = option(min(os.cpu_count() or 1, 8), "So many processes run at once.", least=1)
     seed: int = option(secrets.randbits(32), "Seed of the inputs. By default a new one.", least=0)
@@ -84,19 +78,14 @@ def tasks(config: Config, device: str, interpret: bool) -> list[Task]:
     """All that the options ask for; ValueError if that is nothing."""
     lab, compile = lab_of(config.op), aot.is_available()
     seeds = np.random.SeedSequence(config.seed).generate_state(len(lab.VALUE_SPECS)).tolist()
-    values = [
-        (spec, device, (seed, interpret)) for spec, seed in zip(lab.VALUE_SPECS, seeds, strict=True)
-    ]
-    lowerings = [
-        (spec, target, (target, compile))
-        for spec, target in product(lab.COMPILE_SPECS, config.target)
-    ]
+    seeded = zip(lab.VALUE_SPECS, seeds, strict=True)
+    compiled = product(lab.COMPILE_SPECS, config.target)
+    cases = [("values", spec, device, (seed, interpret)) for spec, seed in seeded]
+    cases += [("lowering", spec, target, (target, compile)) for spec, target in compiled]
     found = [
         Task(kind, impl, spec, where, (impl, spec, *options, config.op))
-        for impl in config.impl
-        for kind, cases in (("values", values), ("lowering", lowerings))
+        for impl, (kind, spec, where, options) in product(config.impl, cases)
         if kind in config.checks
-        for spec, where, options in cases
     ]
     chosen = [task for task in found if config.case in task.spec.name]
     if not chosen:
@@ -107,13 +96,12 @@ def tasks(config: Config, device: str, interpret: bool) -> list[Task]:
 
 def run_tasks(todo: list[Task], config: Config, interpret: bool) -> list[worker.Outcome]:
     """The outcomes of the tasks, in their order."""
-    on_device = [task for task in todo if task.kind == "values" and not interpret]
-    on_host = [task for task in todo if task.kind != "values" or interpret]
     outcomes: dict[Task, worker.Outcome] = {}
-    # One process at a time has the GPU.
     on_cpu = {"JAX_PLATFORMS": "cpu"}
     with tqdm(total=len(todo), unit="case") as bar:
-        for own, num_workers, env in ((on_device, 1, None), (on_host, config.workers, on_cpu)):
+        # One process at a time has the GPU.
+        for on_device, num_workers, env in ((True, 1, None), (False, config.workers, on_cpu)):
+            own = [t for t in todo if (t.kind == "values" and not interpret) == on_device]
             calls = [(CHECKS[task.kind], task.arguments) for task in own]
             ended = worker.run_all(calls, config.timeout_s, num_workers=num_workers, env=env)
             for index, outcome in ended:
@@ -152,12 +140,12 @@ def row_of(task: Task, outcome: worker.Outcome) -> Row:
 
 def print_tables(rows: Sequence[Row]) -> None:
     """For each implementation a table of each kind of check."""
-    tables: dict[str, list[Row]] = {}
+    tables = defaultdict[str, list[Row]](list)
     for row in rows:
         where = f" on {row['where']}" if row["check"] == "values" else ""
-        tables.setdefault(f"{row['implementation']}: {row['check']}{where}", []).append(row)
-    for title, own in tables.items():
-        print_rows(title, map(line_of, own))
+        tables[f"{row['implementation']}: {row['check']}{where}"].append(line_of(row))
+    for title, lines in tables.items():
+        print_rows(title, lines)
     if (reason := aot.missing()) and any(row["check"] == "lowering" for row in rows):
         print(f"no machine code was looked at: {reason}")
 
@@ -173,12 +161,11 @@ def line_of(row: Row) -> Row:
     programs = None  # on a core at once, what limits them, and the part of its threads in use
     if row["occupancy"] is not None:
         programs = f"{row['programs_per_core']} ({row['limited_by']}), {row['occupancy']:.0%}"
-    return {
-        "case": row["case"],
-        "GPU": row["where"],
-        "registers": row["registers"],
-        "spills": row["spills"],
-        "shared memory": row["shared_memory"],
+    shown = {"case": row["case"], "GPU": row["where"]}
+    shown |= {
+        name.replace("_", " "): row[name] for name in ("registers", "spills", "shared_memory")
+    }
+    return shown | {
         "programs per core": programs,
         "instructions": "no Pallas kernel" if row["kernels"] == 0 else instructions,
         "verdict": verdict,

@@ -4,14 +4,13 @@
     scripts/gpu_check.sh --impl=mosaic_gpu,contiguous --time_limit_s=120
     scripts/gpu_check.sh --dry_run           without a GPU: the same on tiny shapes, interpreted
 
-For a machine that is there for a few minutes, with a JAX of its own and nothing installed. It runs
-what matters most first (`gpu_plan`), and last NVIDIA's compute-sanitizer where there is one. After
-every check results.json and table.md in --out_dir are written anew: at the time limit, or when it
-is stopped, they have all that was found. One process at a time has the GPU: a kernel that hangs,
-fails or takes it down costs its own check alone, and after three its implementation is left out.
+For a machine that is there for a few minutes, with a JAX of its own and nothing installed. What
+matters most comes first (`gpu_plan`), NVIDIA's compute-sanitizer last, where there is one. Every
+check writes results.json and table.md anew, so that they are whole whenever it is stopped. One
+process at a time has the GPU: a kernel that hangs, fails or takes it down costs its own check
+alone, and after three its implementation is left out.
 
-Exit code 1: something was wrong, failed, hung or crashed. Checks for which no time was left are
-listed, and are no fault.
+Exit code 1: something was wrong, failed, hung or crashed. Checks that had no time are no fault.
 """
 
 import secrets
@@ -24,17 +23,8 @@ from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
 
-from experiments.kernels import sanitizer
-from experiments.kernels.gpu_plan import (
-    FIRST_SPECS,
-    OURS,
-    Check,
-    Settings,
-    chosen,
-    full_plan,
-    small_plan,
-    spoils_process,
-)
+from experiments.kernels import gpu_plan, sanitizer
+from experiments.kernels.gpu_plan import Check, Settings
 from experiments.kernels.gpu_report import Report
 from experiments.kernels.measure import facts_from
 from experiments.lib.experiment import run
@@ -68,9 +58,9 @@ def start(worker: Worker, report: Report, config: Config) -> Settings:
     if (platform == "gpu") == config.dry_run:
         wrong = f"JAX's device is a {platform}; --dry_run is for a CPU, and only for it"
         missing = None if platform == "gpu" else extras.missing_for_gpu()
-        raise ValueError(f"{wrong}; {missing}" if missing else wrong)
-    device, copy_gb_per_s = facts["device_kind"], facts["copy_gb_per_s"]
-    return Settings(device, copy_gb_per_s, config.seconds, config.dry_run, config.seed)
+        raise ValueError("; ".join(filter(None, (wrong, missing))))
+    measured = (facts["device_kind"], facts["copy_gb_per_s"])
+    return Settings(*measured, config.seconds, config.dry_run, config.seed)
 
 
 def run_checks(
@@ -95,7 +85,7 @@ def run_checks(
             continue
         outcome = worker.call(*check.call(settings), min(left, limit_s))
         row = check.row(outcome, settings)
-        if spoils_process(row.verdict):
+        if gpu_plan.spoils_process(row.verdict):
             losses[name] += 1
             worker.close()
         report.add(row, outcome.details or getattr(outcome.value, "details", ""))
@@ -104,12 +94,12 @@ def run_checks(
 
 def run_sanitizer(command: str, report: Report, deadline: float) -> None:
     """Run each of the sanitizer's tools over each of our kernels, while there is time."""
-    for tool, implementation in product(sanitizer.TOOLS, OURS):
+    for tool, implementation in product(sanitizer.TOOLS, gpu_plan.OURS):
         left = deadline - time.monotonic()
         if left < LEAST_S:
             report.not_run.append(f"compute-sanitizer {tool}: {implementation}")
             continue
-        row = sanitizer.run(command, tool, implementation, FIRST_SPECS[0].name, left)
+        row = sanitizer.run(command, tool, implementation, gpu_plan.FIRST_SPECS[0].name, left)
         report.sanitizer.append(row)
         report.write()
         print(f"compute-sanitizer {tool}, {implementation}: {row['verdict']}", flush=True)
@@ -120,7 +110,8 @@ def main(config: Config) -> int:
     report = Report(Path(config.out_dir))
     # Whoever limits the time stops the worker, too; the files are whole already.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit("stopped"))
-    checks = chosen(small_plan() if config.dry_run else full_plan(), config.impl)
+    plan = gpu_plan.small_plan() if config.dry_run else gpu_plan.full_plan()
+    checks = gpu_plan.chosen(plan, config.impl)
     command = None if config.dry_run else sanitizer.find()
     try:
         with Worker(ENVIRONMENT) as worker:

@@ -35,7 +35,7 @@ class Settings(NamedTuple):
 
 
 class ValueRow(NamedTuple):
-    """An implementation against float64 on random inputs."""
+    """An implementation against float64 on random inputs; `error` as `CheckResult` has it."""
 
     op: str
     implementation: str
@@ -43,7 +43,7 @@ class ValueRow(NamedTuple):
     shape: str
     dtype: str
     device: str
-    error: float | None  # of the entry with the largest error, measured by its tolerance
+    error: float | None
     tolerance: float | None
     seconds: float  # of the check
     verdict: str
@@ -65,14 +65,13 @@ class ValueCheck:
         return "pallas_kernels.lab.checks:check_random_values", args
 
     def row(self, outcome: Outcome, settings: Settings) -> ValueRow:
-        spec, result = self.spec, outcome.value
-        status, reason = outcome.status, outcome.reason
-        if result:
-            status, reason = result.verdict, result.reason
+        spec, found = self.spec, outcome.value
+        status = found.verdict if found else outcome.status
+        reason = found.reason if found else outcome.reason
         return ValueRow(
             *(self.op, self.implementation, spec.name, spec.shape, spec.dtype, settings.device),
-            error=result and result.error,
-            tolerance=result and result.tolerance,
+            error=found and found.error,
+            tolerance=found and found.tolerance,
             seconds=outcome.seconds,
             verdict=f"{status}: {reason}" if reason else status,
         )

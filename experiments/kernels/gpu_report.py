@@ -10,14 +10,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from experiments.kernels.gpu_plan import (
-    BASELINE,
-    FULL_BATCH,
-    LONG_CONTEXT,
-    OURS,
-    ValueRow,
-    is_fault,
-)
+from experiments.kernels import gpu_plan
+from experiments.kernels.gpu_plan import BASELINE, OURS, ValueRow, is_fault
 from experiments.kernels.measure import Row, empty_row, tables, with_ratios
 from experiments.kernels.shapes import Shape
 from experiments.lib.reporting import markdown_table, print_table, write_json
@@ -50,13 +44,13 @@ def goals(rows: Sequence[Row]) -> Iterator[Goal]:
 
     def over(name: str, other: str) -> float | None:
         """Time of one over that of the other, if both were taken in the same way."""
-        mine, theirs = find(name, FULL_BATCH), find(other, FULL_BATCH)
+        mine, theirs = find(name, gpu_plan.FULL_BATCH), find(other, gpu_plan.FULL_BATCH)
         if mine.time_us and theirs.time_us and mine.method == theirs.method:
             return mine.time_us / theirs.time_us
         return None
 
     for name in OURS:
-        for shape, least in ((FULL_BATCH, 0.85), (LONG_CONTEXT, 0.6)):
+        for shape, least in ((gpu_plan.FULL_BATCH, 0.85), (gpu_plan.LONG_CONTEXT, 0.6)):
             what = f"of copy bandwidth, batch {shape.batch}, context {shape.context}"
             yield goal(name, what, ">=", least, find(name, shape).copy_fraction)
         yield goal(name, f"time / {BASELINE}", "<=", 1.05, over(name, BASELINE))
@@ -79,12 +73,10 @@ class Report:
     state: str = "not finished"
     not_run: list[str] = field(default_factory=list)
 
-    def add(self, row: ValueRow | Row, details: str) -> None:
+    def add(self, row: Row | ValueRow, details: str) -> None:
         """Add a row; `details` of a fault are more than a line."""
-        if isinstance(row, ValueRow):
-            self.values.append(row)
-        else:
-            self.latency.append(row)
+        rows: list[Any] = self.latency if isinstance(row, Row) else self.values
+        rows.append(row)
         self.write()
         if details:
             with (self.out_dir / "faults.log").open("a") as log:
@@ -140,9 +132,8 @@ class Report:
     def faults(self) -> list[tuple[str, str]]:
         """(check, verdict) of all that is wrong, failed, hung or crashed."""
         found = [(f"{row.op} {row.implementation}, {row.case}", row.verdict) for row in self.values]
-        for row in self.latency:
-            shape = f"batch {row.batch}, context {row.context}, block {row.block_size}"
-            found.append((f"{row.implementation}, {row.geometry}, {shape}", row.verdict))
+        what = "{implementation}, {geometry}, batch {batch}, context {context}, block {block_size}"
+        found += [(what.format_map(row._asdict()), row.verdict) for row in self.latency]
         found += [(row["tool"], row["verdict"]) for row in self.sanitizer]
         return [(check, verdict) for check, verdict in found if is_fault(verdict)]
 

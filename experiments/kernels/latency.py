@@ -9,16 +9,12 @@ One step's attention of a single layer, all rows at the same context length, ove
 places. Every output is compared with float32 attention before anything is timed. Beside the
 implementations of paged attention stand the baselines of `experiments/kernels/baselines.py`:
 `contiguous`, `xla_contiguous`, `cudnn_contiguous`, `jax_paged` and `cudnn_paged`. A kernel that
-does not run here is a row that says why.
+does not run here is a row that says why. `experiments/kernels/measure.py` explains the columns.
 
-GB/s counts the keys and values of the contexts, once each; copy_fraction divides it by the copy
-bandwidth measured in the same run; ratio is the time over the baseline's.
-
-Expect a table in about a minute on two CPU cores. --out_dir gets results.json, results.csv and
-latency.png. Exit code 1: a kernel was wrong or failed.
+Expect a table and latency.png in about a minute on two CPU cores. Exit code 1: a kernel was wrong
+or failed.
 """
 
-from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, partial
@@ -111,16 +107,20 @@ def measure_point(point: tuple[str, Shape], config: Config) -> Row:
 
 def plot(rows: Sequence[Row], config: Config) -> None:
     """Times over the baseline's against context, and times against block size."""
-    ratios, times = (defaultdict[str, list[tuple[int, float]]](list) for _ in range(2))
-    for row in rows:
-        label = f"{row.implementation}, {row.geometry}, batch {row.batch}"
-        if row.ratio is not None and row.implementation != config.baseline:
-            block = f", block {row.block_size}" if row.block_size else ""
-            ratios[label + block].append((row.context, row.ratio))
-        if row.block_size is not None and row.time_us is not None:
-            times[f"{label}, context {row.context}"].append((row.block_size, row.time_us))
-    figure, axes = figures.panels(1, 2, size=(6, 5.5))
-    left, right = axes[0]
+
+    def label(row: dict[str, Any]) -> str:
+        return "{implementation}, {geometry}, batch {batch}".format_map(row)
+
+    def with_block(row: dict[str, Any]) -> str:
+        return label(row) + (f", block {row['block_size']}" if row["block_size"] else "")
+
+    compared = [row for row in rows if row.ratio and row.implementation != config.baseline]
+    ratios = figures.series(compared, "context", "ratio", with_block)
+    paged = [row for row in rows if row.block_size and row.time_us]
+    times = figures.series(
+        paged, "block_size", "time_us", lambda row: f"{label(row)}, context {row['context']}"
+    )
+    figure, [[left, right]] = figures.panels(1, 2, size=(6, 5.5))
     figures.band(left, *PAPER_RATIO, label="paper, figure 18a")
     left.axhline(1, color="grey", linewidth=0.8)
     for panel, lines in ((left, ratios), (right, times)):

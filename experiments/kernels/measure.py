@@ -62,11 +62,8 @@ class Row(NamedTuple):
 def empty_row(name: str, shape: Shape, device: str, verdict: str) -> Row:
     """The row of an implementation that was not timed."""
     block_size = None if name in CONTIGUOUS else shape.block_size
-    return Row(
-        *(name, "", str(shape.geometry), shape.batch, shape.context, shape.queries),
-        *(block_size, shape.dtype, device),
-        verdict=verdict,
-    )
+    work = (str(shape.geometry), shape.batch, shape.context, shape.queries)
+    return Row(name, "", *work, block_size, shape.dtype, device, verdict=verdict)
 
 
 def measure(
@@ -104,9 +101,8 @@ def measure(
     worst = max(errors, key=lambda settings: np.nan_to_num(errors[settings], nan=np.inf))
     error, tolerance = errors[worst], TOLERANCE[shape.dtype]
     if not error <= tolerance:
-        known = error if np.isfinite(error) else None
-        verdict = f"wrong: relative error {error:.2g}, at most {tolerance:g}"
-        return row(verdict)._replace(settings=worst, error=known)
+        wrong = row(f"wrong: relative error {error:.2g}, at most {tolerance:g}")
+        return wrong._replace(settings=worst, error=error if np.isfinite(error) else None)
     times = {
         settings: timing.time_calls(attend, sets, seconds=seconds)
         for settings, attend in attention.variants.items()
@@ -132,10 +128,9 @@ def _memory_for(shape: Shape) -> int:
     # The arrays that the last set is made from lie beside the sets, perhaps transposed, too.
     memory = int(MEMORY_SHARE * available) - 2 * shape.kv_bytes
     if memory < shape.kv_bytes:
-        raise Unsupported(
-            f"keys and values of {shape.kv_bytes / 2**30:.1f} GiB, and copies to make them, do not "
-            f"fit into {available / 2**30:.1f} GiB"
-        )
+        needed, there = (f"{size / 2**30:.1f} GiB" for size in (shape.kv_bytes, available))
+        arrays = f"keys and values of {needed}, and copies to make them"
+        raise Unsupported(f"{arrays}, do not fit into {there}")
     return memory
 
 

@@ -31,11 +31,10 @@ def find() -> str | None:
 
 def run(command: str, tool: str, impl: str, case: str, timeout_s: float) -> dict[str, Any]:
     """A row of the report; the sanitizer's summary is the verdict."""
-    call = [sys.executable, "-m", "experiments.kernels.sanitizer", impl, case]
     row = {"tool": tool, "implementation": impl, "case": case}
     try:
         done = subprocess.run(
-            [command, "--tool", tool, *OPTIONS, *call],
+            [command, "--tool", tool, *OPTIONS, sys.executable, "-m", __name__, impl, case],
             cwd=Path(__file__).parents[2],
             env={**os.environ, **ENVIRONMENT, "PYTHONPATH": os.pathsep.join(sys.path)},
             capture_output=True,
@@ -45,8 +44,7 @@ def run(command: str, tool: str, impl: str, case: str, timeout_s: float) -> dict
         )
     except subprocess.TimeoutExpired:
         return row | {"verdict": f"skipped: it took more than {timeout_s:.0f} s"}
-    output = done.stdout + done.stderr
-    return row | {"verdict": verdict(output)}
+    return row | {"verdict": verdict(done.stdout + done.stderr)}
 
 
 def verdict(output: str) -> str:

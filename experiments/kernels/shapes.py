@@ -37,12 +37,10 @@ def parse_geometry(text: str) -> Geometry:
     """A name, or query heads/KV heads/head size; ValueError for anything else."""
     if text in GEOMETRIES:
         return GEOMETRIES[text]
-    parts = text.split("/")
+    parts, names = text.split("/"), ", ".join(GEOMETRIES)
     if len(parts) != 3 or not all(part.isdigit() and int(part) for part in parts):
-        raise ValueError(
-            f"a geometry is one of {', '.join(GEOMETRIES)}, or query heads/KV heads/head size such "
-            f"as 32/8/128; got {text!r}"
-        )
+        forms = f"{names}, or query heads/KV heads/head size such as 32/8/128"
+        raise ValueError(f"a geometry is one of {forms}; got {text!r}")
     geometry = Geometry(*map(int, parts))
     if geometry.heads % geometry.kv_heads:
         raise ValueError(f"{text}: query heads must be a multiple of KV heads")
@@ -89,10 +87,8 @@ class Shape:
 
     def __str__(self) -> str:
         queries = f", {self.queries} queries" if self.queries > 1 else ""
-        return (
-            f"{self.geometry}, batch {self.batch}, context {self.context}{queries}, block "
-            f"{self.block_size}, {self.dtype}"
-        )
+        rows = f"{self.geometry}, batch {self.batch}, context {self.context}{queries}"
+        return f"{rows}, block {self.block_size}, {self.dtype}"
 
 
 class Inputs(NamedTuple):
@@ -151,10 +147,9 @@ def wanted(inputs: Inputs) -> Array:
         q, k, v = (x.astype(jnp.float32) for x in inputs[:3])
         positions = inputs.context_lens - T + jnp.arange(T)
         seen = jnp.arange(L) <= positions[:, None]  # [T, L]
+        k, v = k.swapaxes(0, 1), v.swapaxes(0, 1)
         with jax.default_matmul_precision("highest"):
-            return jax.nn.dot_product_attention(
-                *(q, k.swapaxes(0, 1), v.swapaxes(0, 1)), mask=seen[None], implementation="xla"
-            )
+            return jax.nn.dot_product_attention(q, k, v, mask=seen[None], implementation="xla")
 
     return jax.lax.map(row, inputs)
 

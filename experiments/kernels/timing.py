@@ -115,10 +115,8 @@ def clocked_calls(function: Function, sets: Sequence[Arguments], seconds: float)
         lambda *chosen: [function(*arguments) for arguments in chosen],
         compiler_options=NO_GRAPHS if on_gpu else None,
     )
-    endless = itertools.cycle(sets)
-    programs = [
-        tuple(itertools.islice(endless, per_program)) for _ in range(0, len(sets), per_program)
-    ]
+    endless, starts = itertools.cycle(sets), range(0, len(sets), per_program)
+    programs = [tuple(itertools.islice(endless, per_program)) for _ in starts]
     estimate = _warm_up(jitted, programs, seconds / 2)
     per_sample = max(1, math.ceil(MIN_SAMPLE_SECONDS / estimate)) if on_gpu else 1
     num_samples = _calls_within(seconds, estimate * per_sample)

@@ -5,18 +5,16 @@
     python -m experiments.simulator.calibrate --model=path/to/model --max_num_seqs=32
 
 An engine serves workloads of random lengths in which steps of every size occur. The times of its
-iterations are fitted by least squares (`paged_jax/simulation/calibrated.py`). The rounds are fitted
-together; residuals are also given for each round as predicted by the others, which tells fit from
-noise. The machine should have nothing else to do; --clock=cpu counts CPU time, which other work
-disturbs less.
+iterations are fitted by least squares (`paged_jax/simulation/calibrated.py`), all rounds together;
+residuals are also given for each round as the others predict it, which tells fit from noise. The
+machine should have nothing else to do; other work disturbs --clock=cpu less.
 
-Expect half a minute with --quick and a few minutes without on two CPU cores, and the compilation of
-all steps before that on the first run. --out_dir gets calibration.json, which `CalibratedCost.load`
-reads, results.json, results.csv and calibrate.png.
+Expect half a minute with --quick and a few minutes without on two CPU cores; the first run compiles
+all steps before that. `CalibratedCost.load` reads calibration.json; calibrate.png shows the fit.
 """
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import closing
 from dataclasses import asdict, dataclass
 from functools import cache, partial
@@ -80,11 +78,11 @@ def calibration_workloads(
     """
     rng = np.random.default_rng([seed, 0x63616C])
     room = system.max_model_len - OUTPUT_TOKENS[1]
+    workloads: list[list[WorkloadRequest]] = []
 
     def request(num_prompt: int, num_output: int) -> WorkloadRequest:
         return WorkloadRequest(tuple(random_token_ids(rng, num_prompt, vocab)), num_output)
 
-    workloads: list[list[WorkloadRequest]] = []
     for low, high in zip((0, *buckets.prefill), buckets.prefill, strict=False):
         for before in (0, buckets.prefill[-1]):
             # More than three quarters full: the scheduler leaves less to the size below.
@@ -106,14 +104,12 @@ def facts(measured: Sequence[Measured]) -> dict[str, Any]:
     return {"iterations": len(measured), "seconds": sum(seconds for _, seconds in measured)}
 
 
-def held_out(rounds: Sequence[list[Measured]], buckets: StepBuckets) -> list[float]:
+def held_out(rounds: Sequence[list[Measured]], buckets: StepBuckets) -> Iterator[float]:
     """For each round the median absolute error of what the other rounds predict, in percent."""
-    errors = []
     for left_out, measured in enumerate(rounds):
         others = [each for i, r in enumerate(rounds) if i != left_out for each in r]
         cost = CalibratedCost.fit(others, buckets)
-        errors.append(100 * cost.residuals(measured).median_absolute)
-    return errors
+        yield 100 * cost.residuals(measured).median_absolute
 
 
 def plot(cost: CalibratedCost, measured: Sequence[Measured], out_dir: str) -> None:
@@ -121,14 +117,12 @@ def plot(cost: CalibratedCost, measured: Sequence[Measured], out_dir: str) -> No
     times = 1e3 * np.array([seconds for _, seconds in measured])
     predicted = 1e3 * np.array([cost.step_s(work) for work, _ in measured])
     has_prefill = np.array([bool(work.prefills) for work, _ in measured])
-    figure, [[axes]] = figures.panels(size=(5, 5))
-    for label, chosen in (("decoding only", ~has_prefill), ("with a prefill", has_prefill)):
-        axes.loglog(times[chosen], predicted[chosen], ".", alpha=0.5, label=label)
     ends = [min(times.min(), predicted.min()), max(times.max(), predicted.max())]
-    axes.loglog(ends, ends, "k-", linewidth=0.8)
-    axes.set(xlabel="measured (ms)", ylabel="predicted (ms)")
-    axes.legend()
-    figures.save(figure, out_dir, "calibrate.png")
+    labels = ("measured (ms)", "predicted (ms)")
+    with figures.panel(out_dir, "calibrate.png", *labels, size=(5, 5)) as axes:
+        for label, chosen in (("decoding only", ~has_prefill), ("with a prefill", has_prefill)):
+            axes.loglog(times[chosen], predicted[chosen], ".", alpha=0.5, label=label)
+        axes.loglog(ends, ends, "k-", linewidth=0.8)
 
 
 def main(config: Config) -> None:
@@ -151,7 +145,7 @@ def main(config: Config) -> None:
         {"term": name, "iterations": counts[name], "ms": 1e3 * cost.seconds[name]}
         for name in sorted(cost.seconds, key=_order)
     ]
-    errors = held_out(rounds, real.buckets)
+    errors = list(held_out(rounds, real.buckets))
     title = "Time of an iteration: the sum of"
     report(title, cases, config, **found, held_out_median_percent=errors)
     print(

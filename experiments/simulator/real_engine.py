@@ -33,10 +33,7 @@ class WallClock:
 
 
 class CpuClock(WallClock):
-    """Time that the process computes, summed over its threads; idle time is skipped.
-
-    Runs compare with each other on a machine that is busy with other things.
-    """
+    """Time that all threads compute, which compares on a busy machine; idle time is skipped."""
 
     def __init__(self) -> None:
         self._skipped_s = 0.0
@@ -71,10 +68,7 @@ class RealEngineOptions(Options):
 
 
 class RealEngine:
-    """An engine whose runs are measured by `clock`.
-
-    `options` are those of `Engine`. Prefix caching is off: requests share nothing.
-    """
+    """An engine whose runs `clock` measures; requests share nothing, so prefixes are not cached."""
 
     def __init__(self, model: Any, clock: WallClock, *, max_num_seqs: int, **options: Any):
         defaults: dict[str, Any] = {
@@ -130,16 +124,15 @@ class RealEngine:
         outputs: dict[str, RequestOutput] = {}
         self._recorder.take()
         start = clock()
-        shown: dict[str, Any] = {"desc": description, "unit": "request", "leave": False}
-        with tqdm(total=len(requests), disable=description is None, **shown) as bar:
+        disable, total = description is None, len(requests)
+        with tqdm(None, description, total, False, unit="request", disable=disable) as bar:
             while upcoming or engine.has_work:
                 begin = clock()
                 while upcoming and start + upcoming[0][1].arrival_s <= begin:
                     number, request = upcoming.popleft()
                     params = replace(GREEDY, max_tokens=request.max_tokens)
-                    arrival_s = start + request.arrival_s
-                    prompt = request.prompt_token_ids
-                    engine.add_request(str(number), prompt, params, arrival_time=arrival_s)
+                    given = (str(number), request.prompt_token_ids, params)
+                    engine.add_request(*given, arrival_time=start + request.arrival_s)
                 if engine.has_work:
                     ended = engine.step()
                     outputs |= {output.request_id: output for output in ended}
@@ -150,10 +143,7 @@ class RealEngine:
                     clock.idle_until(start + upcoming[0][1].arrival_s)
         counts = _counts(engine.core.scheduler)
         run = SimulatedRun(
-            requests=[
-                _outcome(request, outputs[str(number)], start)
-                for number, request in enumerate(requests)
-            ],
+            [_outcome(each, outputs[str(n)], start) for n, each in enumerate(requests)],
             iterations=iterations,
             duration_s=clock() - start,
             sharing=engine.sharing_stats,

@@ -12,14 +12,12 @@ Two workloads of the same requests:
     poisson   they arrive at --load of the rate that the engine sustains, so that step times
               decide, too
 
-The simulator's step times are calibrated on this machine, on other workloads (as
-experiments.simulator.calibrate does), before and after each round, so that a machine that grows
-faster or slower does not count. The table has medians over the rounds of throughput, of latencies
-and of their differences. The machine should have nothing else to do; --clock=cpu counts CPU time
-instead, also between arrivals.
+The simulator's step times are calibrated on this machine, on the workloads of
+experiments.simulator.calibrate, before and after each round, so that a machine that grows faster or
+slower does not count. The table has medians over the rounds. The machine should have nothing else
+to do; --clock=cpu counts CPU time instead, also between arrivals.
 
-Expect two minutes with --quick and 20 without on two CPU cores. --out_dir gets
-results.json, results.csv, curves.csv and validate_simulator.png.
+Expect two minutes with --quick and 20 without on two CPU cores. curves.csv has each iteration.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -57,12 +55,8 @@ class Config(RealEngineOptions):
         "sharegpt", "Requests have these lengths.", quick="alpaca", choices=PUBLISHED_LENGTHS
     )
     load: float = option(0.7, "Poisson arrivals have this part of the served rate.", least=0.01)
-    num_blocks: int | None = option(
-        300, "The pool has so many blocks: too few for all sequences.", quick=40, least=1
-    )
-    max_model_len: int = option(
-        1024, "Requests of more tokens, with their output, are left out.", quick=512, least=1
-    )
+    num_blocks: int | None = option(300, "The pool has so few blocks.", quick=40, least=1)
+    max_model_len: int = option(1024, "Longer requests are left out (tokens).", quick=512, least=1)
     out_dir: str = option("out/validate_simulator", "Folder for the results.")
 
 
@@ -70,14 +64,14 @@ GOAL_PERCENT = 10
 
 
 Runs = dict[str, SimulatedRun]  # of each workload
+Figure = Callable[[SimulatedRun], float]
 
 
-def percentile(name: str, percent: float, scale: float = 1.0) -> Callable[[SimulatedRun], float]:
+def percentile(name: str, percent: float, scale: float = 1.0) -> Figure:
     """A figure of a run: the percentile of a list that it has."""
     return lambda run: scale * float(np.percentile(getattr(run, name), percent))
 
 
-Figure = Callable[[SimulatedRun], float]
 WITH_GOAL: dict[str, Figure] = {
     "output tokens/s": lambda run: run.output_tokens_per_s,
     "latency p50 (s)": percentile("latencies_s", 50),
@@ -112,8 +106,8 @@ def curves(run: SimulatedRun) -> list[tuple[int, ...]]:
 
 def first_difference(real: list[tuple[int, ...]], simulated: list[tuple[int, ...]]) -> str | None:
     """Where two runs part; None if they are the same in every iteration."""
-    for number, (one, other) in enumerate(zip(real, simulated, strict=False)):
-        for name, measured, predicted in zip(CURVES, one, other, strict=True):
+    for number, both in enumerate(zip(real, simulated, strict=False)):
+        for name, measured, predicted in zip(CURVES, *both, strict=True):
             if measured != predicted:
                 return f"iteration {number}: {name} {measured}, simulated {predicted}"
     if len(real) != len(simulated):
@@ -142,25 +136,21 @@ def run_rounds(
     return rounds, {"rate": rate, "calibration": facts(measured), "residuals": residuals}
 
 
-def compare(rounds: Sequence[tuple[Runs, Runs]]) -> list[dict[str, Any]]:
+def compare(rounds: Sequence[tuple[Runs, Runs]]) -> Iterator[dict[str, Any]]:
     """Medians over the rounds of each figure, and of its difference."""
-    cases = []
     for workload, (name, figure) in product(rounds[0][0], (WITH_GOAL | WITHOUT_GOAL).items()):
         pairs = [[figure(runs[workload]) for runs in both] for both in rounds]
         real, simulated = np.median(pairs, axis=0).tolist()
         difference = float(np.median([100 * (predicted / was - 1) for was, predicted in pairs]))
-        cases.append(
-            {
-                "workload": workload,
-                "figure": name,
-                "real": real,
-                "simulated": simulated,
-                "difference_percent": difference,
-                # None: the figure has no goal.
-                "in_goal": abs(difference) <= GOAL_PERCENT if name in WITH_GOAL else None,
-            }
-        )
-    return cases
+        yield {
+            "workload": workload,
+            "figure": name,
+            "real": real,
+            "simulated": simulated,
+            "difference_percent": difference,
+            # None: the figure has no goal.
+            "in_goal": abs(difference) <= GOAL_PERCENT if name in WITH_GOAL else None,
+        }
 
 
 def plot(real: Runs, simulated: Runs, out_dir: str) -> None:
@@ -168,8 +158,7 @@ def plot(real: Runs, simulated: Runs, out_dir: str) -> None:
     figure, [axes] = figures.panels(1, 3, size=(5, 4))
     for label, style, runs in (("real", "-", real), ("simulated", "--", simulated)):
         for panel, name in zip(axes, ("batch size", "token states"), strict=False):
-            values = [CURVES[name](stats) for stats in runs["at_once"].iterations]
-            panel.plot(values, style, label=label)
+            panel.plot(list(map(CURVES[name], runs["at_once"].iterations)), style, label=label)
             panel.set(xlabel="iteration, all at once", ylabel=name)
         latencies = np.sort(runs["poisson"].latencies_s)
         shares = np.arange(1, 1 + len(latencies)) / len(latencies)
@@ -196,14 +185,15 @@ def main(config: Config) -> None:
 
     pairs = [tuple(curves(runs["at_once"]) for runs in both) for both in rounds]
     differences = [first_difference(*pair) for pair in pairs]
-    cases = compare(rounds)
+    cases = list(compare(rounds))
+    num_preemptions = [real["at_once"].num_preemptions for real, _ in rounds]
     report(
         f"The real engine and the simulator ({config.clock} time)",
         cases,
         config,
         curves_equal=[difference is None for difference in differences],
         num_iterations=len(pairs[0][0]),
-        num_preemptions=rounds[0][0]["at_once"].num_preemptions,
+        num_preemptions=num_preemptions[0],
         goal_percent=GOAL_PERCENT,
         **measured,
     )
@@ -215,14 +205,13 @@ def main(config: Config) -> None:
     write_csv(config.out_dir, "curves.csv", rows)
     plot(*rounds[-1], config.out_dir)
     for number, difference in enumerate(differences):
-        preemptions = rounds[number][0]["at_once"].num_preemptions
         print(
-            f"round {number}, all at once: {len(pairs[number][0])} iterations, {preemptions} "
-            f"preemptions: {difference or 'batches and memory are the same in each'}"
+            f"round {number}, all at once: {len(pairs[number][0])} iterations, "
+            f"{num_preemptions[number]} preemptions: "
+            f"{difference or 'batches and memory are the same in each'}"
         )
     met = [case["in_goal"] for case in cases if case["in_goal"] is not None]
-    within = f"{sum(met)} within {GOAL_PERCENT} %"
-    print(f"figures with a goal: {within}, {len(met) - sum(met)} not")
+    print(f"figures with a goal: {sum(met)} within {GOAL_PERCENT} %, {met.count(False)} not")
 
 
 def claims(results: Results) -> Iterator[Claim]:

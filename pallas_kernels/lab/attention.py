@@ -166,14 +166,8 @@ def shapes(impl: str, spec: Spec) -> tuple[jax.ShapeDtypeStruct, ...]:
     dtype = jnp.dtype(spec.dtype)
     cache = jax.ShapeDtypeStruct((B * M + 1, spec.num_kv_heads, spec.block_size, D), dtype)
     rows = jax.ShapeDtypeStruct((B,), jnp.int32)
-    return (
-        jax.ShapeDtypeStruct((B, spec.num_queries, spec.num_heads, spec.head_size), dtype),
-        cache,
-        cache,
-        jax.ShapeDtypeStruct((B, M), jnp.int32),
-        rows,
-        rows,
-    )
+    q = jax.ShapeDtypeStruct((B, spec.num_queries, spec.num_heads, spec.head_size), dtype)
+    return q, cache, cache, jax.ShapeDtypeStruct((B, M), jnp.int32), rows, rows
 
 
 def function(impl: str, options: AttentionOptions) -> Callable[..., dict[str, Array]]:
@@ -198,8 +192,9 @@ def wanted(case: AttentionCase, options: AttentionOptions, *, on_gpu: bool) -> d
         soft_cap=options.soft_cap,
         on_gpu=on_gpu,
     )
-    dtypes = {"out": case.q.dtype, "max": np.dtype(np.float32), "lse": np.dtype(np.float32)}
+    float32 = np.dtype(np.float32)
     return {
-        name: Wanted(getattr(result, name), getattr(limits, name), dtype)
-        for name, dtype in dtypes.items()
+        "out": Wanted(result.out, limits.out, case.q.dtype),
+        "max": Wanted(result.max, limits.max, float32),
+        "lse": Wanted(result.lse, limits.lse, float32),
     }

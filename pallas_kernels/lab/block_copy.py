@@ -85,15 +85,9 @@ def make(spec: Spec, rng: np.random.Generator) -> BlockCopyCase:
     blocks = 1 + rng.permutation(spec.num_blocks - 1).astype(np.int32)
     sources, targets = blocks[: spec.num_moved], blocks[spec.num_moved : 2 * spec.num_moved]
     sources[: spec.padded] = targets[: spec.padded] = NULL_BLOCK
-    return BlockCopyCase(
-        [
-            rng.standard_normal((spec.num_blocks, *block)).astype(dtype)
-            for _ in range(spec.num_caches)
-        ],
-        rng.standard_normal((spec.num_moved, spec.num_caches, *block)).astype(dtype),
-        sources,
-        targets,
-    )
+    caches = rng.standard_normal((spec.num_caches, spec.num_blocks, *block)).astype(dtype)
+    staged = rng.standard_normal((spec.num_moved, spec.num_caches, *block)).astype(dtype)
+    return BlockCopyCase(list(caches), staged, sources, targets)
 
 
 def value_options(impl: str, spec: Spec, *, interpret: bool) -> Options:
@@ -125,11 +119,8 @@ def function(impl: str, options: Options) -> Callable[..., dict[str, Array]]:
     def move(
         caches: list[Array], staged: Array, sources: Array, targets: Array
     ) -> dict[str, Array]:
-        call: dict[str, Any] = {
-            "impl": impl,
-            "interpret": options.interpret,
-            "detect_races": options.detect_races,
-        }
+        interpreter = {"interpret": options.interpret, "detect_races": options.detect_races}
+        call: dict[str, Any] = {"impl": impl, **interpreter}
         if options.move == "read":
             return {"staged": read_blocks(caches, sources, **call)}
         if options.move == "copy":

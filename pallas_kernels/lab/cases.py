@@ -62,14 +62,9 @@ def make_case(
                 )
     if query_starts is None:
         query_starts = [context - num_queries for context in context_lens]
-    return AttentionCase(
-        rng.standard_normal((B, num_queries, num_heads, head_dim)).astype(dtype),
-        k_cache,
-        v_cache,
-        block_tables,
-        np.array(context_lens, np.int32),
-        np.array(query_starts, np.int32),
-    )
+    q = rng.standard_normal((B, num_queries, num_heads, head_dim)).astype(dtype)
+    lens, starts = np.array(context_lens, np.int32), np.array(query_starts, np.int32)
+    return AttentionCase(q, k_cache, v_cache, block_tables, lens, starts)
 
 
 def _tables(

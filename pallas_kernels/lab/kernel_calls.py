@@ -37,10 +37,9 @@ def find(lowered: Lowered) -> tuple[KernelCall, ...]:
 
 def rename(lowered: Lowered, prefix: str) -> tuple[str, ...]:
     """Rename the kernels of `find`, in place, to `prefix` + their index; returns the names."""
-    names = []
-    for index, call in enumerate(_calls(lowered)):
-        names.append(f"{prefix}{index}")
-        _rename(call, names[-1])
+    names = {f"{prefix}{index}": call for index, call in enumerate(_calls(lowered))}
+    for name, call in names.items():
+        _rename(call, name)
     return tuple(names)
 
 
@@ -80,12 +79,9 @@ def _read(operation: Any) -> KernelCall:
     launch = next(op for op in _walk(kernel.operation) if op.name.endswith("gpu.launch"))
     # A token to wait for, grid, threads, perhaps clusters, shared memory.
     _, x, y, z, *_, shared_memory = launch.operands
-    return KernelCall(
-        ir.StringAttr(kernel.operation.attributes["sym_name"]).value,
-        "mosaic",
-        (_constant(x), _constant(y), _constant(z)),
-        _constant(shared_memory),
-    )
+    name = ir.StringAttr(kernel.operation.attributes["sym_name"]).value
+    grid = (_constant(x), _constant(y), _constant(z))
+    return KernelCall(name, "mosaic", grid, _constant(shared_memory))
 
 
 def _constant(value: Any) -> int:

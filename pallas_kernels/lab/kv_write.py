@@ -98,9 +98,8 @@ def arguments(impl: str, case: KVWriteCase) -> tuple[np.ndarray, ...]:
 def shapes(impl: str, spec: Spec) -> tuple[jax.ShapeDtypeStruct, ...]:
     """The shapes and dtypes of `arguments`."""
     dtype, heads, N = jnp.dtype(spec.dtype), spec.num_kv_heads, spec.num_tokens
-    cache = jax.ShapeDtypeStruct(
-        (spec.num_blocks, heads, spec.block_size, spec.cache_head_size), dtype
-    )
+    block = (heads, spec.block_size, spec.cache_head_size)
+    cache = jax.ShapeDtypeStruct((spec.num_blocks, *block), dtype)
     new = jax.ShapeDtypeStruct((N, heads, spec.head_size), dtype)
     return cache, cache, new, new, jax.ShapeDtypeStruct((N,), jnp.int32)
 
@@ -109,9 +108,7 @@ def function(impl: str, options: MoveOptions) -> Callable[..., dict[str, Array]]
     """The call; it returns results by name, without the null block, which may hold anything."""
 
     def write(*arguments: Array) -> dict[str, Array]:
-        k_cache, v_cache = write_kv(
-            *arguments, impl=impl, interpret=options.interpret, detect_races=options.detect_races
-        )
+        k_cache, v_cache = write_kv(*arguments, impl=impl, **vars(options))
         return {"k": k_cache[NULL_BLOCK + 1 :], "v": v_cache[NULL_BLOCK + 1 :]}
 
     return write

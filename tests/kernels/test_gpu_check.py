@@ -275,8 +275,8 @@ MISSING = ("flax", "gguf", "optax", "safetensors", "tokenizers", "transformers",
     [
         "import experiments.kernels.autotune",
         "import experiments.kernels.latency",
-        "from experiments.kernels.gpu_check import chosen, full_plan; "
-        "assert chosen(full_plan(), None)",
+        "from experiments.kernels.gpu_check import gpu_plan; "
+        "assert gpu_plan.chosen(gpu_plan.full_plan(), None)",
         "import experiments.kernels.measure",
     ],
 )
