@@ -37,10 +37,15 @@ class KernelReport:
     registers: int  # of one thread
     spills: int  # stored and loaded
     stack: int  # of one thread
-    shared_memory: int  # static and dynamic
+    static_shared_memory: int
+    dynamic_shared_memory: int
     occupancy: targets.Occupancy
     instructions: dict[str, int]  # every one of ptx.INSTRUCTIONS
     ptx: str = dataclasses.field(repr=False)
+
+    @property
+    def shared_memory(self) -> int:
+        return self.static_shared_memory + self.dynamic_shared_memory
 
 
 @dataclass(frozen=True)
@@ -88,8 +93,12 @@ def compile(fn: Callable[..., Any], args: Sequence[Any], target: Target) -> Comp
     """
     if reason := missing():
         raise Missing(reason)
-    described = {"target_config": _target_config(target), "topology": "1x1x1"}
-    topology = topologies.get_topology_desc(target.name, "cuda", **described)
+    topology = topologies.get_topology_desc(
+        topology_name=target.name,
+        platform="cuda",
+        target_config=_target_config(target),
+        topology="1x1x1",
+    )
     lowered, calls = _lower(fn, args, target, topology.devices[0])
     if not calls:  # XLA's own code is not reported on
         return CompiledReport(target, ptx.ptxas_version(), ())
@@ -144,13 +153,18 @@ def _report(call: KernelCall, text: str, dynamic: int, target: Target) -> Kernel
     threads = ptx.threads(text)
     shared_memory = assembled.shared_memory + dynamic
     return KernelReport(
-        *(call.name, call.backend, call.grid, threads, assembled.registers),
-        spills=assembled.spill_stores + assembled.spill_loads,
-        stack=assembled.stack,
-        shared_memory=shared_memory,
-        occupancy=targets.occupancy(target, assembled.registers, threads, shared_memory),
-        instructions=ptx.instruction_counts(text),
-        ptx=text,
+        call.name,
+        call.backend,
+        call.grid,
+        threads,
+        assembled.registers,
+        assembled.spill_stores + assembled.spill_loads,
+        assembled.stack,
+        assembled.shared_memory,
+        dynamic,
+        targets.occupancy(target, assembled.registers, threads, shared_memory),
+        ptx.instruction_counts(text),
+        text,
     )
 
 
@@ -165,9 +179,11 @@ class _Dump:
             self._ptx |= dict.fromkeys([path.stem, *ptx.entry_names(text)], text)
 
     def ptx(self, name: str) -> str:
-        if text := self._ptx.get(name):
-            return text
-        raise RuntimeError(f"the compiler wrote no PTX of kernel {name}, but {sorted(self._ptx)}")
+        if name not in self._ptx:
+            raise RuntimeError(
+                f"the compiler wrote no PTX of kernel {name}, but {sorted(self._ptx)}"
+            )
+        return self._ptx[name]
 
     def dynamic_shared_memory(self, call: KernelCall, name: str) -> int:
         """Bytes: a Mosaic call states them; for a Triton call XLA's launch does."""
