@@ -26,12 +26,10 @@ from dataclasses import asdict, dataclass, replace
 import jax
 from absl import flags
 
-from experiments.lib import options, reporting
+from experiments.lib import Options, option, options, reporting, run
 from experiments.lib.comparison import FIGURES, Compared, compare_figure, differences, earliest
 from experiments.lib.driver import ServedRun, require_fitting, serve
 from experiments.lib.engine_options import EngineOptions, engine_facts
-from experiments.lib.experiment import run
-from experiments.lib.options import Options, option
 from experiments.lib.paired import in_turn
 from experiments.lib.workload_options import WorkloadOptions
 from paged_jax import Engine

@@ -45,11 +45,9 @@ from typing import Literal
 
 import jax
 
-from experiments.lib import reporting
+from experiments.lib import Options, as_dict, option, reporting, run
 from experiments.lib.driver import require_fitting, serve
 from experiments.lib.engine_options import EngineOptions, engine_facts
-from experiments.lib.experiment import run
-from experiments.lib.options import Options, as_dict, option
 from experiments.lib.serving_figures import request_rows, run_figures
 from experiments.lib.serving_report import (
     plot_occupancy,

@@ -27,9 +27,8 @@ from typing import Any
 from experiments.kernels.gpu_plan import MEASURE, spoils_process
 from experiments.kernels.measure import facts_from
 from experiments.kernels.shapes import DTYPES, GEOMETRY_HELP, Shape, parse_geometry
-from experiments.lib.experiment import run
-from experiments.lib.options import Options, option
-from experiments.lib.reporting import write_jsonl, write_results
+from experiments.lib import Options, option, run, write_results
+from experiments.lib.reporting import write_jsonl
 from pallas_kernels.lab.worker import Worker
 from pallas_kernels.paged_attention import IMPLEMENTATIONS, Call, cache_head_size, refusal
 from pallas_kernels.paged_attention.mosaic_gpu import tuning

@@ -27,8 +27,7 @@ from experiments.kernels import gpu_plan, sanitizer
 from experiments.kernels.gpu_plan import Check, Settings
 from experiments.kernels.gpu_report import Report
 from experiments.kernels.measure import facts_from
-from experiments.lib.experiment import run
-from experiments.lib.options import Options, option
+from experiments.lib import Options, option, run
 from pallas_kernels import extras
 from pallas_kernels.lab.worker import Worker
 

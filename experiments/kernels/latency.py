@@ -27,11 +27,8 @@ from experiments.kernels import timing
 from experiments.kernels.baselines import CONTIGUOUS, check_name
 from experiments.kernels.measure import Row, empty_row, measure, tables, with_ratios
 from experiments.kernels.shapes import DTYPES, GEOMETRY_HELP, Shape, parse_geometry
-from experiments.lib import figures
+from experiments.lib import Options, figures, grid, option, print_table, run, write_results
 from experiments.lib.claims import Claim, Results
-from experiments.lib.experiment import grid, run
-from experiments.lib.options import Options, option
-from experiments.lib.reporting import print_table, write_results
 from paged_jax import prefer_vector_loops
 
 # What a CPU and a GPU measure in about a minute.

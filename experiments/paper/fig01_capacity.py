@@ -25,11 +25,8 @@ from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
-from experiments.lib import figures
+from experiments.lib import figures, grid, option, print_rows, print_table, run, write_results
 from experiments.lib.claims import Claim, Results, Rows, claim, within_points
-from experiments.lib.experiment import grid, run
-from experiments.lib.options import option
-from experiments.lib.reporting import print_rows, print_table, write_results
 from experiments.paper.requests import LENGTHS, draw, note_on_length
 from experiments.paper.setups import GIB, SETUPS, SYSTEMS, Deployment, shape_of
 from experiments.paper.simulations import Load, SearchOptions, find_panels, overloaded

@@ -26,10 +26,8 @@ from typing import Any
 
 import numpy as np
 
+from experiments.lib import option, report, run
 from experiments.lib.claims import Claim, Results, Rows, at_least, chosen, claim, figure, in_order
-from experiments.lib.experiment import run
-from experiments.lib.options import option
-from experiments.lib.reporting import report
 from experiments.paper.requests import LENGTHS, draw, note_on_length
 from experiments.paper.setups import MAX_NUM_SEQS, SETUPS, SYSTEMS, find_setup
 from experiments.paper.simulations import SearchOptions, Sustained, find_panels, save_curves

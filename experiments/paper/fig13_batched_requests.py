@@ -23,11 +23,8 @@ from itertools import groupby
 from operator import itemgetter
 from typing import Any
 
-from experiments.lib import figures
+from experiments.lib import figures, grid, option, report, run
 from experiments.lib.claims import Claim, Results, claim, within_percent
-from experiments.lib.experiment import grid, run
-from experiments.lib.options import option
-from experiments.lib.reporting import report
 from experiments.paper.requests import note_on_length
 from experiments.paper.setups import SETUPS, SYSTEMS, find_setup
 from experiments.paper.simulations import Load, SystemOptions, parse_rate

@@ -21,10 +21,8 @@ from dataclasses import dataclass
 from itertools import product
 from typing import Any, Literal
 
+from experiments.lib import option, report, run
 from experiments.lib.claims import Claim, Results, chosen, claim, figure, in_order, within_percent
-from experiments.lib.experiment import run
-from experiments.lib.options import option
-from experiments.lib.reporting import report
 from experiments.paper.requests import LENGTHS, note_on_length
 from experiments.paper.setups import ORCA, SETUPS, SYSTEMS, find_setup
 from experiments.paper.simulations import SearchOptions, Sustained, find_panels, save_curves

@@ -32,12 +32,11 @@ from typing import Literal, NamedTuple
 import jax.numpy as jnp
 import numpy as np
 
-from experiments.lib import figures
+from experiments.lib import SimulationOptions, engine_option, figures, grid, option, report, run
 from experiments.lib.claims import Claim, Results, above, chosen, claim
 from experiments.lib.driver import require_fitting, serve
-from experiments.lib.experiment import grid, run
-from experiments.lib.options import SimulationOptions, engine_option, engine_options, option
-from experiments.lib.reporting import print_rows, report
+from experiments.lib.options import engine_options
+from experiments.lib.reporting import print_rows
 from experiments.lib.serving_figures import complete_outputs, kv_usage, latencies
 from experiments.paper.requests import LENGTHS, SHARED_PREFIXES, draw, note_on_length
 from experiments.paper.setups import SETUPS, find_setup, shape_of

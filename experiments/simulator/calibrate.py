@@ -24,10 +24,8 @@ from typing import Any
 import numpy as np
 from tqdm import tqdm
 
-from experiments.lib import figures
-from experiments.lib.experiment import grid, run
-from experiments.lib.options import option
-from experiments.lib.reporting import environment, report
+from experiments.lib import figures, grid, option, report, run
+from experiments.lib.reporting import environment
 from experiments.simulator.real_engine import RealEngine, RealEngineOptions
 from paged_jax.simulation.calibrated import CalibratedCost, Measured, StepBuckets
 from paged_jax.simulation.run import SystemConfig

@@ -28,11 +28,8 @@ from typing import Any
 
 import numpy as np
 
-from experiments.lib import figures
+from experiments.lib import figures, option, report, run, write_csv
 from experiments.lib.claims import Claim, Results
-from experiments.lib.experiment import run
-from experiments.lib.options import option
-from experiments.lib.reporting import report, write_csv
 from experiments.simulator.calibrate import facts, measure_round, prepared
 from experiments.simulator.real_engine import RealEngine, RealEngineOptions
 from paged_jax.observability.observer import IterationStats
