@@ -45,10 +45,11 @@ from typing import Literal
 
 import jax
 
-from experiments.lib import Options, as_dict, option, reporting, run
+from experiments.lib import Options, option, reporting, run
 from experiments.lib.driver import require_fitting, serve
-from experiments.lib.engine_options import EngineOptions, engine_facts
+from experiments.lib.options import as_dict
 from experiments.lib.serving_figures import request_rows, run_figures
+from experiments.lib.serving_options import EngineOptions, WorkloadOptions, engine_facts
 from experiments.lib.serving_report import (
     plot_occupancy,
     plot_timeline,
@@ -56,7 +57,6 @@ from experiments.lib.serving_report import (
     summary,
     tables,
 )
-from experiments.lib.workload_options import WorkloadOptions
 from paged_jax import Engine
 from paged_jax.observability.chrome_trace import ChromeTrace
 from paged_jax.observability.observer import IterationLog, watch

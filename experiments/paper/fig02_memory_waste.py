@@ -29,10 +29,9 @@ from itertools import groupby
 from operator import itemgetter
 from typing import Any, Literal
 
-from experiments.lib import figures, grid, option, print_rows, run, write_results
+from experiments.lib import engine_options, figures, grid, option, print_rows, run, write_results
 from experiments.lib.claims import Claim, Results, Rows, Rule, at_least, chosen, claim, in_order
 from experiments.lib.driver import serve
-from experiments.lib.options import engine_options
 from experiments.paper.fig13_batched_requests import PAPER_BATCH_SIZE
 from experiments.paper.requests import LENGTHS, scaled_lengths
 from experiments.paper.setups import OPT_13B, ORCA, SYSTEMS, System, chosen_systems

@@ -29,7 +29,7 @@ import numpy as np
 from experiments.lib import option, report, run
 from experiments.lib.claims import Claim, Results, Rows, at_least, chosen, claim, figure, in_order
 from experiments.paper.requests import LENGTHS, draw, note_on_length
-from experiments.paper.setups import MAX_NUM_SEQS, SETUPS, SYSTEMS, find_setup
+from experiments.paper.setups import MAX_NUM_SEQS, SETUPS, SYSTEMS
 from experiments.paper.simulations import SearchOptions, Sustained, find_panels, save_curves
 
 
@@ -76,7 +76,7 @@ def row_of(found: Sustained) -> dict[str, Any]:
 
 
 def main(config: Config) -> None:
-    setups = [find_setup(model) for model in config.models]
+    setups = [SETUPS[model] for model in config.models]
     for name in config.lengths:
         print(note_on_length(name, setups[0].model.max_model_len, config.seed))
     longest = mean_output("sharegpt", config.seed)

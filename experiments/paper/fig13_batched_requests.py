@@ -26,7 +26,7 @@ from typing import Any
 from experiments.lib import figures, grid, option, report, run
 from experiments.lib.claims import Claim, Results, claim, within_percent
 from experiments.paper.requests import note_on_length
-from experiments.paper.setups import SETUPS, SYSTEMS, find_setup
+from experiments.paper.setups import SETUPS, SYSTEMS
 from experiments.paper.simulations import Load, SystemOptions, parse_rate
 
 
@@ -84,7 +84,7 @@ def plot(rows: list[dict[str, Any]], out_dir: str) -> None:
 
 
 def main(config: Config) -> None:
-    deployment = find_setup(config.model)
+    deployment = SETUPS[config.model]
     panels = [parse_rate("loads", "lengths:rate, as in alpaca:30", text) for text in config.loads]
     for lengths in dict.fromkeys(lengths for lengths, _ in panels):
         print(note_on_length(lengths, deployment.model.max_model_len, config.seed))

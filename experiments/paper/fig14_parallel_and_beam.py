@@ -24,7 +24,7 @@ from typing import Any, Literal
 from experiments.lib import option, report, run
 from experiments.lib.claims import Claim, Results, chosen, claim, figure, in_order, within_percent
 from experiments.paper.requests import LENGTHS, note_on_length
-from experiments.paper.setups import ORCA, SETUPS, SYSTEMS, find_setup
+from experiments.paper.setups import ORCA, SETUPS, SYSTEMS
 from experiments.paper.simulations import SearchOptions, Sustained, find_panels, save_curves
 from paged_jax.sampling_params import SamplingParams
 
@@ -71,7 +71,7 @@ def row_of(kind: tuple[str, int], found: Sustained) -> dict[str, Any]:
 
 
 def main(config: Config) -> None:
-    deployment = find_setup(config.model)
+    deployment = SETUPS[config.model]
     lengths, duration_s = config.lengths, config.duration_s
     print(note_on_length(lengths, deployment.model.max_model_len, config.seed))
     loads = {

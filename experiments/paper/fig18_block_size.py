@@ -32,14 +32,13 @@ from typing import Literal, NamedTuple
 import jax.numpy as jnp
 import numpy as np
 
-from experiments.lib import SimulationOptions, engine_option, figures, grid, option, report, run
+from experiments.lib import figures, grid, print_rows, report, run
 from experiments.lib.claims import Claim, Results, above, chosen, claim
 from experiments.lib.driver import require_fitting, serve
-from experiments.lib.options import engine_options
-from experiments.lib.reporting import print_rows
+from experiments.lib.options import SimulationOptions, engine_option, engine_options, option
 from experiments.lib.serving_figures import complete_outputs, kv_usage, latencies
 from experiments.paper.requests import LENGTHS, SHARED_PREFIXES, draw, note_on_length
-from experiments.paper.setups import SETUPS, find_setup, shape_of
+from experiments.paper.setups import SETUPS, shape_of
 from experiments.paper.simulations import Load, overloaded
 from paged_jax import Engine, SamplingParams
 from paged_jax.loading import load_model
@@ -150,7 +149,7 @@ def simulated_row(item: tuple[Load, float]) -> Row:
 
 
 def simulated_rows(config: Config) -> list[Row]:
-    deployment = find_setup(config.deployment)
+    deployment = SETUPS[config.deployment]
     every = Load("paged", deployment, "", config.duration_s, config.seed, REFERENCE)
     loads = [
         replace(every, lengths=workload, enable_prefix_caching=workload == SHARED_PREFIXES)
