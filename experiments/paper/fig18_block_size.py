@@ -32,10 +32,11 @@ from typing import Literal, NamedTuple
 import jax.numpy as jnp
 import numpy as np
 
-from experiments.lib import figures, grid, print_rows, report, run
+from experiments.lib import engine_option, engine_options, figures, grid, option, report, run
 from experiments.lib.claims import Claim, Results, above, chosen, claim
 from experiments.lib.driver import require_fitting, serve
-from experiments.lib.options import SimulationOptions, engine_option, engine_options, option
+from experiments.lib.options import SimulationOptions
+from experiments.lib.reporting import print_rows
 from experiments.lib.serving_figures import complete_outputs, kv_usage, latencies
 from experiments.paper.requests import LENGTHS, SHARED_PREFIXES, draw, note_on_length
 from experiments.paper.setups import SETUPS, shape_of

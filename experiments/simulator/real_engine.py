@@ -8,9 +8,9 @@ from typing import Any
 
 from tqdm import tqdm
 
+from experiments.lib import Options, engine_option, engine_options, option
 from experiments.lib.driver import require_fitting
 from experiments.lib.fake_devices import BatchRecorder
-from experiments.lib.options import Options, engine_option, engine_options, option
 from paged_jax import Engine, RequestOutput, SamplingParams
 from paged_jax.executor.buckets import prefill_buckets
 from paged_jax.observability.observer import IterationStats
