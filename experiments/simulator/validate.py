@@ -32,8 +32,13 @@ import numpy as np
 from experiments.lib import figures, option, report, run, write_csv
 from experiments.lib.claims import Claim, Results
 from experiments.lib.serving_figures import batch_size
-from experiments.simulator.calibrate import facts, measure_round, prepared
-from experiments.simulator.real_engine import RealEngine, RealEngineOptions
+from experiments.simulator.calibrate import (
+    RealEngine,
+    RealEngineOptions,
+    facts,
+    measure_round,
+    prepared,
+)
 from paged_jax.observability.observer import IterationStats
 from paged_jax.simulation.calibrated import CalibratedCost
 from paged_jax.simulation.run import SimulatedRun, simulate
