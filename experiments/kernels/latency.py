@@ -23,9 +23,8 @@ from typing import Any, Self
 import jax
 import numpy as np
 
-from experiments.kernels import timing
 from experiments.kernels.baselines import CONTIGUOUS, check_name
-from experiments.kernels.measure import Row, empty_row, measure, tables, with_ratios
+from experiments.kernels.measure import Row, copy_bandwidth, empty_row, measure, tables, with_ratios
 from experiments.kernels.shapes import DTYPES, GEOMETRY_HELP, Shape, parse_geometry
 from experiments.lib import Options, figures, grid, option, print_table, run, write_results
 from experiments.lib.claims import Claim, Results
@@ -90,7 +89,7 @@ def points(config: Config) -> list[tuple[str, Shape]]:
 @cache
 def copy_gb_per_s() -> float:
     """The device's copy bandwidth, measured once."""
-    return 1e-9 * timing.copy_bandwidth()
+    return 1e-9 * copy_bandwidth()
 
 
 def measure_point(point: tuple[str, Shape], config: Config) -> Row:
