@@ -14,8 +14,7 @@ Exit code 0: the outputs are equal, and each ratio's whole interval is within it
 differ, or a whole interval is beyond its limit. 3: an interval is too wide for either; raise
 --rounds. 2 is bad input.
 
-Expect a table of ratios in a few minutes on two CPU cores. --out_dir gets results.json,
-results.csv, differences.jsonl and compare.png.
+Expect a table in a few minutes on two CPU cores. differences.jsonl has outputs that differ.
 """
 
 import math

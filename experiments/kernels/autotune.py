@@ -9,8 +9,7 @@ killed when it takes too long; its values are compared with float32 attention be
 The fastest is then timed for longer beside the present choice, and gets an entry where it is faster
 by --least_gain. A kernel without a table (triton) gets no entry: its rule is in its file.
 
---out_dir gets results.json and results.csv with a row for each candidate, and candidates.jsonl as
-they come.
+Results have a row for each candidate; candidates.jsonl gets them as they come.
 """
 
 import dataclasses

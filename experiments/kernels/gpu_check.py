@@ -23,7 +23,7 @@ import subprocess
 import sys
 import time
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import product
 from pathlib import Path
@@ -33,8 +33,8 @@ from experiments.kernels import gpu_plan
 from experiments.kernels.gpu_plan import BASELINE, OURS, Check, Settings, ValueRow, is_fault
 from experiments.kernels.measure import Row, empty_row, facts_from, tables, with_ratios
 from experiments.kernels.shapes import Shape
-from experiments.lib import Options, option, run
-from experiments.lib.reporting import markdown_table, print_table, write_json
+from experiments.lib import Options, option, print_rows, run
+from experiments.lib.reporting import markdown_table, write_json
 from pallas_kernels import extras
 from pallas_kernels.lab.checks import check_random_values, lab_of
 from pallas_kernels.lab.worker import Worker
@@ -101,9 +101,6 @@ def goals(rows: Sequence[Row]) -> Iterator[Goal]:
         yield goal(name, "time / cudnn_paged", "<=", 1.05, over(name, "cudnn_paged"))
 
 
-Table = tuple[str, list[str], list[list[Any]]]  # title, columns, rows
-
-
 @dataclass
 class Report:
     """All that is known so far."""
@@ -143,15 +140,15 @@ class Report:
 
     def markdown(self) -> str:
         parts = (
-            f"### {title}\n\n{markdown_table(columns, rows)}"
-            for title, columns, rows in self.tables()
+            f"### {title}\n\n{markdown_table(list(rows[0]), [list(row.values()) for row in rows])}"
+            for title, rows in self.tables().items()
         )
         return "\n".join((f"{self.summary()}\n", *parts))
 
     def print(self) -> None:
         """Print the tables; the most important comes last, where a cut log still has it."""
-        for table in reversed(list(self.tables())):
-            print_table(*table)
+        for title, rows in reversed(self.tables().items()):
+            print_rows(title, rows)
         print(self.summary())
 
     def summary(self) -> str:
@@ -162,15 +159,17 @@ class Report:
             f"{self.state}; {len(self.faults())} faults; {len(self.not_run)} checks not run."
         )
 
-    def tables(self) -> Iterator[Table]:
-        yield _table("Goals", [goal._asdict() for goal in goals(self.latency)])
-        yield from tables(with_ratios(self.latency, BASELINE))
-        if self.values:
-            yield _table("Values against float64", list(self._values_by_implementation()))
-        if self.sanitizer:
-            yield _table("compute-sanitizer", self.sanitizer)
-        if faults := self.faults():
-            yield _table("Faults", [{"check": what, "verdict": why} for what, why in faults])
+    def tables(self) -> dict[str, list[dict[str, Any]]]:
+        """The tables that have rows, by their titles."""
+        faults = [{"check": what, "verdict": why} for what, why in self.faults()]
+        found = {
+            "Goals": [goal._asdict() for goal in goals(self.latency)],
+            **tables(with_ratios(self.latency, BASELINE)),
+            "Values against float64": list(self._values_by_implementation()),
+            "compute-sanitizer": self.sanitizer,
+            "Faults": faults,
+        }
+        return {title: rows for title, rows in found.items() if rows}
 
     def faults(self) -> list[tuple[str, str]]:
         """(check, verdict) of all that is wrong, failed, hung or crashed."""
@@ -193,11 +192,6 @@ class Report:
                 "faults": sum(map(is_fault, verdicts)),
                 "largest error / bound": max(shares, default=None),
             }
-
-
-def _table(title: str, rows: Sequence[Mapping[str, Any]]) -> Table:
-    """A table of rows with the keys of the first."""
-    return title, list(rows[0]), [list(row.values()) for row in rows]
 
 
 # NVIDIA's compute-sanitizer over one value check, where it is installed

@@ -26,7 +26,7 @@ import numpy as np
 from experiments.kernels.baselines import CONTIGUOUS, check_name
 from experiments.kernels.measure import Row, copy_bandwidth, empty_row, measure, tables, with_ratios
 from experiments.kernels.shapes import DTYPES, GEOMETRY_HELP, Shape, parse_geometry
-from experiments.lib import Options, figures, grid, option, print_table, run, write_results
+from experiments.lib import Options, figures, grid, option, print_rows, run, write_results
 from experiments.lib.claims import Claim, Results
 from paged_jax import prefer_vector_loops
 
@@ -136,8 +136,8 @@ def main(config: Config) -> int:
     print(f"copy bandwidth of {jax.devices()[0].device_kind}: {copy_gb_per_s():,.1f} GB/s")
     rows = grid(partial(measure_point, config=config), planned, config, unit="case")
     rows = with_ratios(rows, config.baseline)
-    for table in tables(rows):
-        print_table(*table)
+    for title, lines in tables(rows).items():
+        print_rows(title, lines)
     found = {"copy_gb_per_s": copy_gb_per_s(), "baseline": config.baseline}
     write_results(rows, config, **found, paper_ratio=PAPER_RATIO)
     plot(rows, config)

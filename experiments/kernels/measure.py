@@ -10,7 +10,8 @@ import contextlib
 import itertools
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -338,13 +339,13 @@ COLUMNS = {  # title -> field of a row
 }
 
 
-def tables(rows: Sequence[Row]) -> Iterator[tuple[str, list[str], list[list[Any]]]]:
-    """(title, columns, cells) of a table for each geometry, dtype and number of queries."""
-    groups: dict[str, list[list[Any]]] = {}
+def tables(rows: Sequence[Row]) -> dict[str, list[dict[str, Any]]]:
+    """A table for each geometry, dtype and number of queries, by its title."""
+    groups = defaultdict(list)
     for row in rows:
         work = "decode" if row.queries == 1 else f"prefill of {row.queries}"
         title = f"{row.geometry}, {row.dtype}, {work}, {row.device}"
         if row.settings:
             row = row._replace(implementation=f"{row.implementation} ({row.settings})")
-        groups.setdefault(title, []).append([getattr(row, field) for field in COLUMNS.values()])
-    yield from ((title, list(COLUMNS), cells) for title, cells in groups.items())
+        groups[title].append({name: getattr(row, field) for name, field in COLUMNS.items()})
+    return dict(groups)

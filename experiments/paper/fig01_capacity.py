@@ -15,7 +15,6 @@ what fills the KV memory when more requests come than can be served, and the req
 sustained at a mean latency of --objective_s per output token.
 
 Expect seconds without the simulation, a minute with --quick and ten without, on two cores.
---out_dir gets results.json, results.csv and capacity.png.
 """
 
 from collections.abc import Iterator

@@ -17,8 +17,7 @@ much as its figures imply: token states and reservations, over the batch sizes o
 `sharegpt` and `sharegpt_trace` vary as ShareGPT V3 does: running sequences become shorter, which
 shows in Max's internal fragmentation. Where a share is more than 5 points off, a line says why.
 
-Expect two minutes with --quick and 15 minutes without on two CPU cores. --out_dir gets
-results.json, results.csv and memory_waste.png.
+Expect two minutes with --quick and 15 minutes without on two CPU cores.
 """
 
 from collections.abc import Iterable, Iterator

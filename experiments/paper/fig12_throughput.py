@@ -17,7 +17,7 @@ behind. Its traces last an hour; in shorter ones, which start with an empty pool
 sustain somewhat more, and paging somewhat less over the others (`gain`).
 
 Expect two minutes with --quick, which has OPT-13B alone, and half an hour without on two cores.
---out_dir gets results.json, results.csv, curves.csv and throughput.png.
+curves.csv has every run.
 """
 
 from collections.abc import Iterator

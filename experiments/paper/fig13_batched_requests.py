@@ -14,7 +14,7 @@ overloads is full all the time: its batch depends on memory alone. One that is n
 rates) has as many requests running as arrive while one runs: its batch also depends on step times.
 
 Expect a minute with --quick, which ends after 5 minutes of simulated time, and 5 minutes for the
-paper's hour. --out_dir gets results.json, results.csv and batched_requests.png.
+paper's hour.
 """
 
 from collections.abc import Iterator

@@ -12,8 +12,7 @@ The next tokens of beams are drawn so that they branch and die as a model's do
 `experiments.paper.fig12_throughput`; the paper's gain over Orca (Oracle) grows from 1.3 without
 branches to 2.3 with six beams.
 
-Expect two minutes with --quick and half an hour without on two cores. --out_dir gets results.json,
-results.csv, curves.csv and parallel_and_beam.png.
+Expect two minutes with --quick and half an hour without on two cores. curves.csv has all runs.
 """
 
 from collections.abc import Iterator

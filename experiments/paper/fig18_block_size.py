@@ -18,8 +18,7 @@ latencies are at --load of the rate that a block size of 16 serves (real: all re
 the start). The best block sizes are those within 5 % of the lowest latency, which is what the paper
 plots; its choice is 16.
 
-Expect three minutes with --quick and half an hour without on two CPU cores. --out_dir gets
-results.json, results.csv and block_size.png.
+Expect three minutes with --quick and half an hour without on two CPU cores.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
