@@ -1,39 +1,24 @@
 """Scripts that each answer one question: `python -m experiments.<name> --help`; see README.md."""
 
+import re
 import sys
 from importlib.abc import InspectLoader, MetaPathFinder
 from importlib.machinery import ModuleSpec, PathFinder
 from importlib.util import spec_from_loader
+from pathlib import Path
 from typing import Any
 
-# Scripts that have moved. Until version 0.2 their old names say where they are.
-MOVED = {
-    "autotune": "kernels.autotune",
-    "batched_requests": "paper.fig13_batched_requests",
-    "block_size": "paper.fig18_block_size",
-    "calibrate": "simulator.calibrate",
-    "capacity": "paper.fig01_capacity",
-    "chatbot": "paper.fig17_chatbot",
-    "decode_step": "costs.decode_step",
-    "gpu_check": "kernels.gpu_check",
-    "host_overhead": "costs.host_overhead",
-    "kernel_check": "kernels.check",
-    "kernel_latency": "kernels.latency",
-    "length_shapes": "costs.length_shapes",
-    "memory_sharing": "paper.fig15_memory_sharing",
-    "memory_waste": "paper.fig02_memory_waste",
-    "observer_cost": "costs.observer_cost",
-    "parallel_and_beam": "paper.fig14_parallel_and_beam",
-    "pipelining": "costs.pipelining",
-    "preemption": "paper.fig19_preemption",
-    "prefix_hit_rate": "costs.prefix_hit_rate",
-    "reporting": "lib.reporting",
-    "reproduce": "paper.reproduce",
-    "shared_prefix": "paper.fig16_shared_prefix",
-    "tail_latency": "costs.tail_latency",
-    "throughput": "paper.fig12_throughput",
-    "validate_simulator": "simulator.validate",
-}
+# Until version 0.2 the names that scripts had before they got folders say where the scripts are.
+RENAMED = {"kernel_check": "check", "kernel_latency": "latency", "validate_simulator": "validate"}
+
+
+def moved_to(name: str) -> str | None:
+    """The module of a folder that had this name; figures of the paper had no number."""
+    paths = Path(__file__).parent.glob("*/*.py")
+    stems = {
+        re.sub(r"^fig\d+_", "", path.stem): f"{path.parent.name}.{path.stem}" for path in paths
+    }
+    return stems.get(RENAMED.get(name, name))
 
 
 class _Moved(MetaPathFinder, InspectLoader):
@@ -41,12 +26,12 @@ class _Moved(MetaPathFinder, InspectLoader):
 
     def find_spec(self, fullname: str, path: Any, target: Any = None) -> ModuleSpec | None:
         package, _, name = fullname.rpartition(".")
-        if package != __name__ or name not in MOVED or PathFinder.find_spec(fullname, path):
+        if package != __name__ or PathFinder.find_spec(fullname, path) or not moved_to(name):
             return None
         return spec_from_loader(fullname, self)
 
     def get_source(self, fullname: str) -> str:
-        line = f"{fullname} is now {__name__}.{MOVED[fullname.rpartition('.')[2]]}"
+        line = f"{fullname} is now {__name__}.{moved_to(fullname.rpartition('.')[2])}"
         return (
             "import sys\n"
             f"if __name__ != '__main__': raise ModuleNotFoundError({line!r})\n"

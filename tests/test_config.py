@@ -11,7 +11,7 @@ import pytest
 from absl import flags
 
 from experiments.lib import options
-from experiments.lib.engine_options import EngineOptions
+from experiments.lib.serving_options import EngineOptions
 from paged_jax import Engine
 from paged_jax.config import EngineConfig
 from paged_jax.simulation.run import SystemConfig

@@ -9,8 +9,7 @@ killed when it takes too long; its values are compared with float32 attention be
 The fastest is then timed for longer beside the present choice, and gets an entry where it is faster
 by --least_gain. A kernel without a table (triton) gets no entry: its rule is in its file.
 
---out_dir gets results.json and results.csv with a row for each candidate, and candidates.jsonl as
-they come.
+Results have a row for each candidate; candidates.jsonl gets them as they come.
 """
 
 import dataclasses
@@ -27,9 +26,8 @@ from typing import Any
 from experiments.kernels.gpu_plan import MEASURE, spoils_process
 from experiments.kernels.measure import facts_from
 from experiments.kernels.shapes import DTYPES, GEOMETRY_HELP, Shape, parse_geometry
-from experiments.lib.experiment import run
-from experiments.lib.options import Options, option
-from experiments.lib.reporting import write_jsonl, write_results
+from experiments.lib import Options, option, run, write_results
+from experiments.lib.reporting import write_jsonl
 from pallas_kernels.lab.worker import Worker
 from pallas_kernels.paged_attention import IMPLEMENTATIONS, Call, cache_head_size, refusal
 from pallas_kernels.paged_attention.mosaic_gpu import tuning

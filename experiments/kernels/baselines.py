@@ -16,8 +16,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from experiments.kernels.shapes import Inputs, Shape, paged
-from experiments.kernels.timing import Arguments
+from experiments.kernels.shapes import Arguments, Inputs, Shape, paged
 from pallas_kernels import targets
 from pallas_kernels.paged_attention import (
     IMPLEMENTATIONS,

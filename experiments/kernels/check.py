@@ -30,9 +30,7 @@ import jax
 import numpy as np
 from tqdm import tqdm
 
-from experiments.lib.experiment import run
-from experiments.lib.options import Options, option
-from experiments.lib.reporting import print_rows, write_results
+from experiments.lib import Options, option, print_rows, run, write_results
 from pallas_kernels import targets
 from pallas_kernels.lab import aot, ptx, worker
 from pallas_kernels.lab.checks import OPS, CheckResult, lab_of

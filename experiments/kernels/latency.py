@@ -23,15 +23,11 @@ from typing import Any, Self
 import jax
 import numpy as np
 
-from experiments.kernels import timing
 from experiments.kernels.baselines import CONTIGUOUS, check_name
-from experiments.kernels.measure import Row, empty_row, measure, tables, with_ratios
+from experiments.kernels.measure import Row, copy_bandwidth, empty_row, measure, tables, with_ratios
 from experiments.kernels.shapes import DTYPES, GEOMETRY_HELP, Shape, parse_geometry
-from experiments.lib import figures
+from experiments.lib import Options, figures, grid, option, print_rows, run, write_results
 from experiments.lib.claims import Claim, Results
-from experiments.lib.experiment import grid, run
-from experiments.lib.options import Options, option
-from experiments.lib.reporting import print_table, write_results
 from paged_jax import prefer_vector_loops
 
 # What a CPU and a GPU measure in about a minute.
@@ -93,7 +89,7 @@ def points(config: Config) -> list[tuple[str, Shape]]:
 @cache
 def copy_gb_per_s() -> float:
     """The device's copy bandwidth, measured once."""
-    return 1e-9 * timing.copy_bandwidth()
+    return 1e-9 * copy_bandwidth()
 
 
 def measure_point(point: tuple[str, Shape], config: Config) -> Row:
@@ -140,8 +136,8 @@ def main(config: Config) -> int:
     print(f"copy bandwidth of {jax.devices()[0].device_kind}: {copy_gb_per_s():,.1f} GB/s")
     rows = grid(partial(measure_point, config=config), planned, config, unit="case")
     rows = with_ratios(rows, config.baseline)
-    for table in tables(rows):
-        print_table(*table)
+    for title, lines in tables(rows).items():
+        print_rows(title, lines)
     found = {"copy_gb_per_s": copy_gb_per_s(), "baseline": config.baseline}
     write_results(rows, config, **found, paper_ratio=PAPER_RATIO)
     plot(rows, config)

@@ -11,6 +11,8 @@ from jax import Array
 from pallas_kernels.paged_attention import AttentionOptions, Call
 from pallas_kernels.targets import Target
 
+Arguments = tuple[Any, ...]  # of an implementation of attention
+
 
 class Geometry(NamedTuple):
     """Heads of a model's attention."""

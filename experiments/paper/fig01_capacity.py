@@ -15,7 +15,6 @@ what fills the KV memory when more requests come than can be served, and the req
 sustained at a mean latency of --objective_s per output token.
 
 Expect seconds without the simulation, a minute with --quick and ten without, on two cores.
---out_dir gets results.json, results.csv and capacity.png.
 """
 
 from collections.abc import Iterator
@@ -25,11 +24,8 @@ from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
-from experiments.lib import figures
+from experiments.lib import figures, grid, option, print_rows, print_table, run, write_results
 from experiments.lib.claims import Claim, Results, Rows, claim, within_points
-from experiments.lib.experiment import grid, run
-from experiments.lib.options import option
-from experiments.lib.reporting import print_rows, print_table, write_results
 from experiments.paper.requests import LENGTHS, draw, note_on_length
 from experiments.paper.setups import GIB, SETUPS, SYSTEMS, Deployment, shape_of
 from experiments.paper.simulations import Load, SearchOptions, find_panels, overloaded

@@ -17,8 +17,7 @@ much as its figures imply: token states and reservations, over the batch sizes o
 `sharegpt` and `sharegpt_trace` vary as ShareGPT V3 does: running sequences become shorter, which
 shows in Max's internal fragmentation. Where a share is more than 5 points off, a line says why.
 
-Expect two minutes with --quick and 15 minutes without on two CPU cores. --out_dir gets
-results.json, results.csv and memory_waste.png.
+Expect two minutes with --quick and 15 minutes without on two CPU cores.
 """
 
 from collections.abc import Iterable, Iterator
@@ -29,12 +28,9 @@ from itertools import groupby
 from operator import itemgetter
 from typing import Any, Literal
 
-from experiments.lib import figures
+from experiments.lib import engine_options, figures, grid, option, print_rows, run, write_results
 from experiments.lib.claims import Claim, Results, Rows, Rule, at_least, chosen, claim, in_order
 from experiments.lib.driver import serve
-from experiments.lib.experiment import grid, run
-from experiments.lib.options import engine_options, option
-from experiments.lib.reporting import print_rows, write_results
 from experiments.paper.fig13_batched_requests import PAPER_BATCH_SIZE
 from experiments.paper.requests import LENGTHS, scaled_lengths
 from experiments.paper.setups import OPT_13B, ORCA, SYSTEMS, System, chosen_systems

@@ -17,7 +17,7 @@ behind. Its traces last an hour; in shorter ones, which start with an empty pool
 sustain somewhat more, and paging somewhat less over the others (`gain`).
 
 Expect two minutes with --quick, which has OPT-13B alone, and half an hour without on two cores.
---out_dir gets results.json, results.csv, curves.csv and throughput.png.
+curves.csv has every run.
 """
 
 from collections.abc import Iterator
@@ -26,12 +26,10 @@ from typing import Any
 
 import numpy as np
 
+from experiments.lib import option, report, run
 from experiments.lib.claims import Claim, Results, Rows, at_least, chosen, claim, figure, in_order
-from experiments.lib.experiment import run
-from experiments.lib.options import option
-from experiments.lib.reporting import report
 from experiments.paper.requests import LENGTHS, draw, note_on_length
-from experiments.paper.setups import MAX_NUM_SEQS, SETUPS, SYSTEMS, find_setup
+from experiments.paper.setups import MAX_NUM_SEQS, SETUPS, SYSTEMS
 from experiments.paper.simulations import SearchOptions, Sustained, find_panels, save_curves
 
 
@@ -78,7 +76,7 @@ def row_of(found: Sustained) -> dict[str, Any]:
 
 
 def main(config: Config) -> None:
-    setups = [find_setup(model) for model in config.models]
+    setups = [SETUPS[model] for model in config.models]
     for name in config.lengths:
         print(note_on_length(name, setups[0].model.max_model_len, config.seed))
     longest = mean_output("sharegpt", config.seed)

@@ -14,7 +14,7 @@ overloads is full all the time: its batch depends on memory alone. One that is n
 rates) has as many requests running as arrive while one runs: its batch also depends on step times.
 
 Expect a minute with --quick, which ends after 5 minutes of simulated time, and 5 minutes for the
-paper's hour. --out_dir gets results.json, results.csv and batched_requests.png.
+paper's hour.
 """
 
 from collections.abc import Iterator
@@ -23,13 +23,10 @@ from itertools import groupby
 from operator import itemgetter
 from typing import Any
 
-from experiments.lib import figures
+from experiments.lib import figures, grid, option, report, run
 from experiments.lib.claims import Claim, Results, claim, within_percent
-from experiments.lib.experiment import grid, run
-from experiments.lib.options import option
-from experiments.lib.reporting import report
 from experiments.paper.requests import note_on_length
-from experiments.paper.setups import SETUPS, SYSTEMS, find_setup
+from experiments.paper.setups import SETUPS, SYSTEMS
 from experiments.paper.simulations import Load, SystemOptions, parse_rate
 
 
@@ -87,7 +84,7 @@ def plot(rows: list[dict[str, Any]], out_dir: str) -> None:
 
 
 def main(config: Config) -> None:
-    deployment = find_setup(config.model)
+    deployment = SETUPS[config.model]
     panels = [parse_rate("loads", "lengths:rate, as in alpaca:30", text) for text in config.loads]
     for lengths in dict.fromkeys(lengths for lengths, _ in panels):
         print(note_on_length(lengths, deployment.model.max_model_len, config.seed))

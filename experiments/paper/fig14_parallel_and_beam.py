@@ -12,8 +12,7 @@ The next tokens of beams are drawn so that they branch and die as a model's do
 `experiments.paper.fig12_throughput`; the paper's gain over Orca (Oracle) grows from 1.3 without
 branches to 2.3 with six beams.
 
-Expect two minutes with --quick and half an hour without on two cores. --out_dir gets results.json,
-results.csv, curves.csv and parallel_and_beam.png.
+Expect two minutes with --quick and half an hour without on two cores. curves.csv has all runs.
 """
 
 from collections.abc import Iterator
@@ -21,12 +20,10 @@ from dataclasses import dataclass
 from itertools import product
 from typing import Any, Literal
 
+from experiments.lib import option, report, run
 from experiments.lib.claims import Claim, Results, chosen, claim, figure, in_order, within_percent
-from experiments.lib.experiment import run
-from experiments.lib.options import option
-from experiments.lib.reporting import report
 from experiments.paper.requests import LENGTHS, note_on_length
-from experiments.paper.setups import ORCA, SETUPS, SYSTEMS, find_setup
+from experiments.paper.setups import ORCA, SETUPS, SYSTEMS
 from experiments.paper.simulations import SearchOptions, Sustained, find_panels, save_curves
 from paged_jax.sampling_params import SamplingParams
 
@@ -73,7 +70,7 @@ def row_of(kind: tuple[str, int], found: Sustained) -> dict[str, Any]:
 
 
 def main(config: Config) -> None:
-    deployment = find_setup(config.model)
+    deployment = SETUPS[config.model]
     lengths, duration_s = config.lengths, config.duration_s
     print(note_on_length(lengths, deployment.model.max_model_len, config.seed))
     loads = {

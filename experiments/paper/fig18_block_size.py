@@ -18,8 +18,7 @@ latencies are at --load of the rate that a block size of 16 serves (real: all re
 the start). The best block sizes are those within 5 % of the lowest latency, which is what the paper
 plots; its choice is 16.
 
-Expect three minutes with --quick and half an hour without on two CPU cores. --out_dir gets
-results.json, results.csv and block_size.png.
+Expect three minutes with --quick and half an hour without on two CPU cores.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -32,15 +31,14 @@ from typing import Literal, NamedTuple
 import jax.numpy as jnp
 import numpy as np
 
-from experiments.lib import figures
+from experiments.lib import engine_option, engine_options, figures, grid, option, report, run
 from experiments.lib.claims import Claim, Results, above, chosen, claim
 from experiments.lib.driver import require_fitting, serve
-from experiments.lib.experiment import grid, run
-from experiments.lib.options import SimulationOptions, engine_option, engine_options, option
-from experiments.lib.reporting import print_rows, report
+from experiments.lib.options import SimulationOptions
+from experiments.lib.reporting import print_rows
 from experiments.lib.serving_figures import complete_outputs, kv_usage, latencies
 from experiments.paper.requests import LENGTHS, SHARED_PREFIXES, draw, note_on_length
-from experiments.paper.setups import SETUPS, find_setup, shape_of
+from experiments.paper.setups import SETUPS, shape_of
 from experiments.paper.simulations import Load, overloaded
 from paged_jax import Engine, SamplingParams
 from paged_jax.loading import load_model
@@ -151,7 +149,7 @@ def simulated_row(item: tuple[Load, float]) -> Row:
 
 
 def simulated_rows(config: Config) -> list[Row]:
-    deployment = find_setup(config.deployment)
+    deployment = SETUPS[config.deployment]
     every = Load("paged", deployment, "", config.duration_s, config.seed, REFERENCE)
     loads = [
         replace(every, lengths=workload, enable_prefix_caching=workload == SHARED_PREFIXES)

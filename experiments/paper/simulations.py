@@ -7,10 +7,8 @@ from typing import Any
 
 import numpy as np
 
-from experiments.lib import figures
-from experiments.lib.experiment import grid
-from experiments.lib.options import SimulationOptions, option
-from experiments.lib.reporting import write_csv
+from experiments.lib import figures, grid, option, write_csv
+from experiments.lib.options import SimulationOptions
 from experiments.paper.requests import poisson_requests
 from experiments.paper.setups import ORCA, SYSTEMS, Deployment, chosen_systems
 from paged_jax.sampling_params import SamplingParams

@@ -24,17 +24,21 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from itertools import product
+from operator import attrgetter
 from typing import Any
 
 import numpy as np
 
-from experiments.lib import figures
+from experiments.lib import figures, option, report, run, write_csv
 from experiments.lib.claims import Claim, Results
-from experiments.lib.experiment import run
-from experiments.lib.options import option
-from experiments.lib.reporting import report, write_csv
-from experiments.simulator.calibrate import facts, measure_round, prepared
-from experiments.simulator.real_engine import RealEngine, RealEngineOptions
+from experiments.lib.serving_figures import batch_size
+from experiments.simulator.calibrate import (
+    RealEngine,
+    RealEngineOptions,
+    facts,
+    measure_round,
+    prepared,
+)
 from paged_jax.observability.observer import IterationStats
 from paged_jax.simulation.calibrated import CalibratedCost
 from paged_jax.simulation.run import SimulatedRun, simulate
@@ -62,7 +66,6 @@ class Config(RealEngineOptions):
 
 GOAL_PERCENT = 10
 
-
 Runs = dict[str, SimulatedRun]  # of each workload
 Figure = Callable[[SimulatedRun], float]
 
@@ -85,17 +88,12 @@ WITHOUT_GOAL: dict[str, Figure] = {
     "mean batch size, over time": lambda run: run.mean_batch_size,
     "token states (% of the pool)": lambda run: 100 * run.memory_shares["token_states"],
 }
+COUNTS = ("prefill_tokens", "preempted", "finished", "running", "waiting")
 CURVES: dict[str, Callable[[IterationStats], int]] = {
-    "batch size": lambda stats: stats.num_decodes + stats.num_prefill_seqs,
-    "prefill tokens": lambda stats: stats.num_prefill_tokens,
-    "preempted": lambda stats: stats.num_preempted,
-    "finished": lambda stats: stats.num_finished,
-    "running": lambda stats: stats.num_running,
-    "waiting": lambda stats: stats.num_waiting,
-    "token states": lambda stats: stats.usage.token_states,
-    "reserved": lambda stats: stats.usage.reserved,
-    "internal": lambda stats: stats.usage.internal,
-    "free": lambda stats: stats.usage.free,
+    "batch size": batch_size,
+    **{name.replace("_", " "): attrgetter(f"num_{name}") for name in COUNTS},
+    "token states": attrgetter("usage.token_states"),
+    **{name: attrgetter(f"usage.{name}") for name in ("reserved", "internal", "free")},
 }
 
 

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
-from experiments.lib.comparison import (
+from experiments.compare import (
     FIGURES,
     Difference,
     Figure,

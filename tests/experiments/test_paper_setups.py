@@ -4,12 +4,15 @@ import re
 from dataclasses import replace
 
 import pytest
+from absl import flags
 
+from experiments.lib.options import define, from_flags
 from experiments.paper import simulations
 from experiments.paper.fig01_capacity import memory_shares, throughput_by_batch
+from experiments.paper.fig14_parallel_and_beam import Config
 from experiments.paper.fig18_block_size import Row, best_block_sizes, held_figures
 from experiments.paper.requests import LENGTHS, draw, note_on_length, poisson_requests
-from experiments.paper.setups import OPT_13B, SETUPS, SYSTEMS, chosen_systems, find_setup
+from experiments.paper.setups import OPT_13B, SETUPS, SYSTEMS
 from experiments.paper.simulations import Load, Point, find_sustained
 
 
@@ -30,8 +33,6 @@ def test_the_papers_set_ups_hold_the_papers_slots(model, slots):
 def test_memory_for_kv_is_that_of_the_papers_table_as_far_as_it_says():
     for setup in SETUPS.values():
         assert round(setup.kv_bytes / 2**30) == setup.kv_gib
-    with pytest.raises(ValueError, match="no set-up of 'OPT-30B'; it has OPT-13B"):
-        find_setup("OPT-30B")
 
 
 def test_systems_differ_in_memory_and_batching_alone():
@@ -45,8 +46,26 @@ def test_systems_differ_in_memory_and_batching_alone():
         )
         assert same == first
     assert len({(c.memory_policy, c.scheduling_policy) for c in configs}) == len(SYSTEMS)
-    with pytest.raises(ValueError, match="no system orca_min; there are faster_transformer"):
-        chosen_systems(["paged", "orca_min"])
+
+
+@pytest.mark.parametrize(
+    ("flag", "message"),
+    [
+        ("--model=OPT-30B", "OPT-13B|OPT-66B|OPT-175B"),
+        ("--systems=paged,orca_min", "--systems takes faster_transformer"),
+        ("--duration_s=0", "not number >= 1"),
+    ],
+)
+def test_flags_refuse_what_cannot_be_simulated(flag, message):
+    values = flags.FlagValues()
+    define(Config, values)
+
+    def parse() -> Config:
+        values(["fig14", flag])
+        return from_flags(Config, values)
+
+    with pytest.raises((ValueError, flags.Error), match=message):
+        parse()
 
 
 def test_only_paging_pays_for_blocks():
@@ -88,11 +107,6 @@ def test_some_requests_begin_alike_where_prefixes_are_shared():
     beginnings = [request.prompt_token_ids[:16] for request in requests]
     assert 2 <= len(set(beginnings)) <= 16
     assert len({request.prompt_token_ids for request in requests}) == len(requests)
-
-
-def test_a_duration_without_time_is_refused():
-    with pytest.raises(ValueError, match="above 0 s, got 0"):
-        poisson_requests("alpaca", rate=1.0, duration_s=0, max_model_len=2048, seed=0)
 
 
 # Simulated runs

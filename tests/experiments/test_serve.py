@@ -18,7 +18,7 @@ from experiments.lib.serving_figures import (
     shortfalls,
     ttft_by_priority,
 )
-from experiments.lib.serving_report import Occupancy, occupancy, tables, timeline
+from experiments.serve import Occupancy, occupancy, tables, timeline
 from paged_jax import CompletionOutput, RequestOutput, SamplingParams
 from paged_jax.memory.usage import MemoryUsage
 from paged_jax.observability.observer import IterationStats

@@ -10,11 +10,11 @@ from pathlib import Path
 import jax
 import pytest
 
+from experiments.kernels import gpu_check
 from experiments.kernels import gpu_check as runner
 from experiments.kernels import gpu_plan as plan
-from experiments.kernels import sanitizer
+from experiments.kernels.gpu_check import Report, goals
 from experiments.kernels.gpu_plan import LatencyCheck, Settings, ValueCheck, ValueRow, is_fault
-from experiments.kernels.gpu_report import Report, goals
 from experiments.kernels.measure import Row, empty_row
 from pallas_kernels.lab.checks import OPS, CheckResult, lab_of
 from pallas_kernels.lab.worker import Outcome
@@ -218,8 +218,8 @@ def test_values_are_summed_up_by_implementation(tmp_path):
     for verdict, error in (("pass", 0.1), ("refused: no", None), ("wrong: NaN", None)):
         row = ValueRow("attention", "xla", "GQA", "B6", "bfloat16", "cpu", error, 0.2, 1.0, verdict)
         report.add(row, "")
-    (table,) = (table for table in report.tables() if table[0].startswith("Values"))
-    assert table[2] == [["attention", "xla", 1, 1, 1, 0.5]]
+    (row,) = report.tables()["Values against float64"]
+    assert list(row.values()) == ["attention", "xla", 1, 1, 1, 0.5]
 
 
 @pytest.mark.parametrize(
@@ -252,16 +252,16 @@ def test_verdicts_that_are_faults(verdict, fault):
     ],
 )
 def test_the_sanitizers_summary_is_the_verdict(output, verdict):
-    assert sanitizer.verdict(output) == verdict
+    assert gpu_check.sanitizer_verdict(output) == verdict
 
 
 def test_the_sanitizer_is_run_over_a_check_and_stopped_in_time(tmp_path):
     command = tmp_path / "compute-sanitizer"
     command.write_text('#!/bin/sh\nshift 8\n"$@"\necho "ERROR SUMMARY: 0 errors"\n')
     command.chmod(0o755)
-    assert sanitizer.run(str(command), "memcheck", "xla", FIRST.name, 60)["verdict"] == "pass"
+    assert gpu_check.sanitize(str(command), "memcheck", "xla", FIRST.name, 60)["verdict"] == "pass"
     command.write_text("#!/bin/sh\nexec sleep 60\n")
-    row = sanitizer.run(str(command), "memcheck", "xla", FIRST.name, 0.1)
+    row = gpu_check.sanitize(str(command), "memcheck", "xla", FIRST.name, 0.1)
     assert row["verdict"] == "skipped: it took more than 0 s"
 
 

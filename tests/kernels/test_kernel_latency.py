@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from experiments.kernels import baselines, latency, measure, timing
+from experiments.kernels import baselines, latency, measure
 from experiments.kernels.baselines import Attention, attention_for
 from experiments.kernels.shapes import (
     GEOMETRIES,
@@ -207,7 +207,7 @@ SETS = [(jnp.int32(i),) for i in range(5)]
 
 def test_the_clock_measures_how_long_a_call_takes_and_uses_every_set():
     function, seen = sleeper(0.005)
-    timed = timing.time_calls(function, SETS, seconds=0.05)
+    timed = measure.time_calls(function, SETS, seconds=0.05)
     assert 0.005 < timed.low <= timed.seconds <= timed.high
     assert timed.seconds < 0.05
     assert timed.method == "clock"
@@ -217,7 +217,7 @@ def test_the_clock_measures_how_long_a_call_takes_and_uses_every_set():
 def test_on_a_gpu_several_calls_make_a_program_and_none_is_in_it_twice(monkeypatch):
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
     function, seen = sleeper(0.002)
-    timed = timing.clocked_calls(function, SETS, seconds=0.05)
+    timed = measure.clocked_calls(function, SETS, seconds=0.05)
     assert 0.002 < timed.seconds < 0.02
     assert timed.calls % 5 == 0
     for first in range(0, len(seen), 5):
@@ -244,17 +244,17 @@ def test_device_time_of_a_call_is_the_sum_of_its_kernels(monkeypatch):
     function, seen = sleeper(0)
     # Two kernels a call, of 1 and 2 ms; three calls to warm up and one to compile are not profiled.
     calls = fake_cupti(monkeypatch, lambda: [1.0, 2.0] * (len(seen) - 4))
-    timed = timing.time_calls(function, SETS, seconds=0)
-    assert timed == timing.Timing(0.003, 0.003, 0.003, timing.MIN_CALLS, "profiler")
+    timed = measure.time_calls(function, SETS, seconds=0)
+    assert timed == measure.Timing(0.003, 0.003, 0.003, measure.MIN_CALLS, "profiler")
     assert calls == ["start", "stop"]
 
 
 def test_the_clock_stands_in_where_cupti_lost_kernels(monkeypatch):
     function, _ = sleeper(0)
-    fake_cupti(monkeypatch, lambda: [1.0] * (timing.MIN_CALLS + 1))
-    with pytest.raises(timing.NoProfiler, match="recorded 6 kernels of 5 equal calls"):
-        timing.profiled_calls(function, SETS, 0)
-    assert timing.time_calls(function, SETS, seconds=0).method == "clock"
+    fake_cupti(monkeypatch, lambda: [1.0] * (measure.MIN_CALLS + 1))
+    with pytest.raises(measure.NoProfiler, match="recorded 6 kernels of 5 equal calls"):
+        measure.profiled_calls(function, SETS, 0)
+    assert measure.time_calls(function, SETS, seconds=0).method == "clock"
 
 
 def test_the_profiler_is_stopped_when_a_call_fails(monkeypatch):
@@ -264,25 +264,25 @@ def test_the_profiler_is_stopped_when_a_call_fails(monkeypatch):
         raise KeyError("a kernel's fault")
 
     with pytest.raises(KeyError):
-        timing.kernel_seconds(fail)
+        measure.kernel_seconds(fail)
     assert calls == ["start", "stop"]
 
 
 def test_sets_exceed_the_caches_and_fit_into_memory():
     with compiling_for(TARGETS["H200"]):
         l2 = TARGETS["H200"].l2_size
-        assert timing.num_sets(LLAMA.kv_bytes) == 1
-        assert timing.num_sets(l2 // 2) == 2 * timing.CACHE_MULTIPLE
-        assert timing.num_sets(1000) == timing.MAX_SETS
-        assert timing.num_sets(l2 // 2, memory=3 * l2) == 6
+        assert measure.num_sets(LLAMA.kv_bytes) == 1
+        assert measure.num_sets(l2 // 2) == 2 * measure.CACHE_MULTIPLE
+        assert measure.num_sets(1000) == measure.MAX_SETS
+        assert measure.num_sets(l2 // 2, memory=3 * l2) == 6
 
 
 def test_copy_bandwidth_counts_what_is_read_and_what_is_written(monkeypatch):
-    timed = timing.Timing(0.5, 0.5, 0.5, 1, "clock")
-    monkeypatch.setitem(timing.COPY_BYTES, jax.default_backend(), 1000)
-    monkeypatch.setattr(timing, "time_calls", lambda *_: timed)
-    monkeypatch.setattr(timing, "clocked_calls", lambda *_: timed._replace(seconds=0.25))
-    assert timing.copy_bandwidth() == 2 * 1000 / 0.25
+    timed = measure.Timing(0.5, 0.5, 0.5, 1, "clock")
+    monkeypatch.setitem(measure.COPY_BYTES, jax.default_backend(), 1000)
+    monkeypatch.setattr(measure, "time_calls", lambda *_: timed)
+    monkeypatch.setattr(measure, "clocked_calls", lambda *_: timed._replace(seconds=0.25))
+    assert measure.copy_bandwidth() == 2 * 1000 / 0.25
 
 
 # Rows
@@ -296,9 +296,9 @@ def fixed_attention(monkeypatch, variants):
 
     def time_calls(attend, sets, *, seconds):
         timed.append(attend)
-        return timing.Timing(*[1e-3 * len(timed)] * 3, 7, "clock")
+        return measure.Timing(*[1e-3 * len(timed)] * 3, 7, "clock")
 
-    monkeypatch.setattr(timing, "time_calls", time_calls)
+    monkeypatch.setattr(measure, "time_calls", time_calls)
     return timed
 
 
@@ -358,10 +358,11 @@ def test_ratios_are_to_the_baseline_on_the_same_inputs_by_the_same_clock():
 
 def test_tables_are_by_geometry_and_show_settings():
     rows = [row("jax_paged", 1.0, settings="4 splits"), row("xla", 1.0, geometry="opt-13b")]
-    (title, columns, cells), (other, _, _) = measure.tables(rows)
-    assert (title, other) == ("4/2/64, float32, decode, cpu", "opt-13b, float32, decode, cpu")
-    assert cells[0][0] == "jax_paged (4 splits)"
-    assert len(cells[0]) == len(columns)
+    tables = measure.tables(rows)
+    assert list(tables) == ["4/2/64, float32, decode, cpu", "opt-13b, float32, decode, cpu"]
+    [[first], _] = tables.values()
+    assert first["implementation"] == "jax_paged (4 splits)"
+    assert list(first) == list(measure.COLUMNS)
 
 
 def test_the_figure_shows_the_papers_ratios(tmp_path):

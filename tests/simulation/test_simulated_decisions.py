@@ -5,7 +5,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from experiments.simulator.real_engine import CpuClock, RealEngine
+from experiments.simulator.calibrate import CpuClock, RealEngine
 from experiments.simulator.validate import curves, first_difference
 from paged_jax.simulation.cost_model import StepWork
 from paged_jax.simulation.run import simulate
