@@ -27,12 +27,9 @@ import numpy as np
 from jax import Array
 
 from experiments.kernels.baselines import two_products
-from experiments.lib import figures
+from experiments.lib import Options, figures, grid, option, report, run
 from experiments.lib.claims import Claim, Results
-from experiments.lib.experiment import grid, run
-from experiments.lib.options import Options, option
 from experiments.lib.paired import ratio_spread
-from experiments.lib.reporting import report
 from paged_jax.config import EngineConfig
 from paged_jax.engine.build import AttentionChoice, choose_attention
 from paged_jax.executor.buckets import MIN_PREFILL_TOKENS

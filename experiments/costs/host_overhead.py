@@ -19,11 +19,8 @@ from typing import Any
 
 import numpy as np
 
-from experiments.lib import figures
-from experiments.lib.experiment import grid, run
+from experiments.lib import Options, figures, grid, option, report, run
 from experiments.lib.fake_devices import endless_requests, make_loop
-from experiments.lib.options import Options, option
-from experiments.lib.reporting import report
 
 
 @dataclass(frozen=True, kw_only=True)

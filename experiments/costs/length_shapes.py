@@ -25,11 +25,8 @@ from typing import Any
 
 import numpy as np
 
-from experiments.lib import figures
+from experiments.lib import figures, grid, option, report, run
 from experiments.lib.claims import Claim, Results, Rows, chosen
-from experiments.lib.experiment import grid, run
-from experiments.lib.options import option
-from experiments.lib.reporting import report
 from experiments.paper.setups import OPT_13B, SYSTEMS, chosen_systems
 from experiments.paper.simulations import Load, SystemOptions, parse_rate
 from experiments.paper.waste import CATEGORIES, plot_shares, waste_of

@@ -22,11 +22,8 @@ from typing import Any
 import numpy as np
 from tqdm import tqdm
 
-from experiments.lib import figures
-from experiments.lib.experiment import grid, run
+from experiments.lib import Options, figures, grid, option, report, run
 from experiments.lib.fake_devices import ConstantDevice, endless_requests, make_loop
-from experiments.lib.options import Options, option
-from experiments.lib.reporting import report
 from paged_jax.engine.delivery import Delivery
 from paged_jax.engine.records import RequestRecord
 from paged_jax.observability.chrome_trace import ChromeTrace

@@ -23,12 +23,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from experiments.lib import figures
-from experiments.lib.experiment import grid, run
+from experiments.lib import Options, figures, grid, option, report, run
 from experiments.lib.fake_devices import endless_requests, make_loop
-from experiments.lib.options import Options, option
 from experiments.lib.paired import in_turn, ratio_spread
-from experiments.lib.reporting import environment, report
+from experiments.lib.reporting import environment
 from paged_jax import Engine, SamplingParams
 from paged_jax.loading import load_model
 from paged_jax.observability.observer import IterationStats

@@ -22,11 +22,8 @@ from functools import cache, partial
 from math import gcd
 from typing import Any, NamedTuple
 
-from experiments.lib import figures
+from experiments.lib import Options, figures, grid, option, print_rows, report, run
 from experiments.lib.claims import Claim, Results
-from experiments.lib.experiment import grid, run
-from experiments.lib.options import Options, option
-from experiments.lib.reporting import print_rows, report
 from paged_jax.memory.block_manager import BlockManager
 from paged_jax.workloads import MooncakeRow, read_mooncake
 from paged_jax.workloads.mooncake import HASH_BLOCK_TOKENS

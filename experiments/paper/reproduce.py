@@ -30,10 +30,9 @@ from typing import Any
 
 from tqdm import tqdm
 
-from experiments.lib import reporting
+from experiments.lib import Options, option, reporting, run
 from experiments.lib.claims import Claim
-from experiments.lib.experiment import run
-from experiments.lib.options import Options, as_dict, option
+from experiments.lib.options import as_dict
 from experiments.paper.report import Section, html_page, markdown, summary
 
 # The plan. Experiments that decide most claims come first. Without --quick, simulations run in
