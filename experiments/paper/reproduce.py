@@ -17,6 +17,7 @@ without. Exit code 1: an experiment failed; the report is written all the same.
 
 import importlib
 import json
+import os
 import re
 import resource
 import shlex
@@ -207,7 +208,8 @@ def run_command(
     (folder / DONE).unlink(missing_ok=True)
     start, cpu_start = time.monotonic(), _cpu_seconds()
     with (folder / LOG).open("w") as log:
-        process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT)
+        unbuffered = {**os.environ, "PYTHONUNBUFFERED": "1"}  # lines in the order of their printing
+        process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, env=unbuffered)
         try:
             while process.poll() is None:
                 time.sleep(POLL_S)

@@ -77,7 +77,13 @@ class Worker:
             stdout=self._errors,
             stderr=self._errors,
             pass_fds=[far_end.fileno()],
-            env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), **self._env},
+            # Unbuffered: a process that a signal ends has told its last words.
+            env={
+                **os.environ,
+                "PYTHONPATH": os.pathsep.join(sys.path),
+                "PYTHONUNBUFFERED": "1",
+                **self._env,
+            },
             start_new_session=True,  # so that it ends with all that it starts
         )
         far_end.close()
