@@ -1,7 +1,7 @@
 """Sampling parameters of a request; names and meanings follow vLLM's."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from numbers import Integral, Real
 from typing import Any, Literal
@@ -10,6 +10,17 @@ MAX_LOGPROBS = 20
 MAX_N = 16384  # a request makes n sequences at once
 # A step reports at most MAX_LOGPROBS candidates of a beam; width + end tokens are needed.
 MAX_BEAM_WIDTH = MAX_LOGPROBS - 1
+
+
+@dataclass(frozen=True, slots=True)
+class StructuredOutputsParams:
+    """What a text must match: one of these."""
+
+    json: str | Mapping[str, Any] | None = None  # a JSON schema
+    regex: str | None = None
+    choice: Sequence[str] | None = None
+    grammar: str | None = None  # in Lark's syntax, as llguidance reads it
+    json_object: bool = False  # any JSON object
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +64,12 @@ class SamplingParams:
     prompt_logprobs: int | None = None
     include_stop_str_in_output: bool = False
     skip_special_tokens: bool = True
+    logit_bias: Mapping[int, float] | None = None
+    logits_processors: str | Sequence[str] = ()
+    allowed_token_ids: Sequence[int] | None = None
+    bad_words: str | Sequence[str] = ()
+    structured_outputs: StructuredOutputsParams | None = None
+    truncate_prompt_tokens: int | None = None
     cache_salt: str | None = None
 
     def __post_init__(self) -> None:
@@ -74,6 +91,7 @@ class SamplingParams:
                 f"min_tokens {self.min_tokens} is greater than max_tokens {self.max_tokens}"
             )
         self._set("stop", _strings("stop", self.stop))
+        self._set("logits_processors", _strings("logits_processors", self.logits_processors))
         self._set("stop_token_ids", _token_ids("stop_token_ids", self.stop_token_ids))
         for name in ("logprobs", "prompt_logprobs"):
             if getattr(self, name) is not None:
@@ -156,6 +174,16 @@ class SamplingParams:
     def needs_history(self) -> bool:
         """Whether sampling depends on the tokens so far, or on how many there are."""
         return self.min_tokens > 0 or self.has_penalties
+
+    @property
+    def logit_biases(self) -> tuple[tuple[int, float], ...]:
+        """`logit_bias` as pairs of token and bias."""
+        return tuple((self.logit_bias or {}).items())
+
+    @property
+    def processor_names(self) -> tuple[str, ...]:
+        """`logits_processors` as a tuple."""
+        return self.logits_processors  # type: ignore[return-value]  # normalised on construction
 
     @property
     def stop_strings(self) -> tuple[str, ...]:

@@ -5,6 +5,7 @@ import itertools
 from collections.abc import Hashable
 from dataclasses import dataclass, field
 
+from paged_jax.constraints.interface import TokenConstraint
 from paged_jax.outputs import FinishReason, TokenLogprobs
 from paged_jax.sampling_params import SamplingParams
 from paged_jax.scheduling.beam_search import BeamSearch
@@ -47,6 +48,8 @@ class Sequence:
     sampling_seed: int = field(init=False)  # uint32: its own random stream
     needs_history: bool = field(init=False)  # whether a step needs its tokens before the newest
     is_beam: bool = field(init=False)
+    # Leaves out next tokens; the host has to know the sequence's tokens to ask it.
+    constraint: TokenConstraint | None = field(init=False, default=None)
     # (token, log-probability) of the likeliest next tokens, while a beam waits for other beams.
     candidates: tuple[tuple[int, float], ...] | None = field(init=False, default=None)
     cumulative_logprob: float = field(init=False, default=0.0)  # where steps report logprobs
@@ -115,6 +118,7 @@ class Sequence:
         other.num_computed_tokens = self.num_computed_tokens
         other.end_token_ids = self.end_token_ids
         other.status = self.status
+        other.constraint = self.constraint and self.constraint.branch()
         return other
 
     def __repr__(self) -> str:

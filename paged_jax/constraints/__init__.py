@@ -1,0 +1,1 @@
+"""Which tokens may come next in a sequence, decided on the host from the tokens so far."""
