@@ -3,7 +3,7 @@
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
-from typing import Any, Literal, Self
+from typing import Any, Literal
 
 from paged_jax.structured_outputs import StructuredOutputsParams
 from paged_jax.values import (
@@ -144,9 +144,9 @@ class SamplingParams:
     cache_salt: str | None = checked(string, None)
 
     @classmethod
-    def of(cls, value: Any) -> Self:
-        """The parameters from themselves, a dict of them, or None for the defaults."""
-        return made_from(cls, {} if value is None else value, "params")
+    def of(cls, params: "SamplingParams | Mapping[str, Any] | None") -> "SamplingParams":
+        """The parameters from themselves, from a dict of them, or the defaults for None."""
+        return made_from(cls, {} if params is None else params, "params")
 
     def __post_init__(self) -> None:
         check_fields(self)

@@ -8,7 +8,7 @@ Names follow vLLM's where the same thing exists there.
 """
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -16,6 +16,7 @@ import jax
 import numpy as np
 
 from paged_jax.config import EngineConfig
+from paged_jax.constraints.build import Constraints
 from paged_jax.engine.build import build, choose_attention, device_params
 from paged_jax.engine.core import EngineCore
 from paged_jax.engine.delivery import Delivery, OutputStream, complete
@@ -26,6 +27,7 @@ from paged_jax.engine.prompts import (
     encode,
     is_chat,
     is_single_prompt,
+    truncate,
 )
 from paged_jax.engine.records import OnOutput, RequestRecord
 from paged_jax.executor.compilation import WarmUp, use_persistent_cache
@@ -40,6 +42,9 @@ from paged_jax.sampling_params import SamplingParams
 from paged_jax.scheduling.checks import QueueFull
 from paged_jax.scheduling.request import Request
 from pallas_kernels.extras import check_platforms
+
+# How a request is to be completed; a dict has the fields of SamplingParams, None its defaults.
+Params = SamplingParams | Mapping[str, Any] | None
 
 
 class Engine:
@@ -100,6 +105,9 @@ class Engine:
             self.close()
             raise
         self.tokenizer = loaded.tokenizer
+        self._constraints = Constraints(
+            self.tokenizer, self.config.vocab_size, self.config.eos_token_ids
+        )
         self.metrics_observer = Metrics(scheduler)
         self.core = EngineCore(
             scheduler,
@@ -129,7 +137,7 @@ class Engine:
     def generate(
         self,
         prompts: Prompt | Sequence[Prompt],
-        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        params: Params | Iterable[Params] = None,
         *,
         progress: bool = True,
     ) -> list[RequestOutput]:
@@ -139,13 +147,15 @@ class Engine:
         that fails has its reason in `RequestOutput.error`.
         """
         many: Sequence[Any] = [prompts] if is_single_prompt(prompts) else prompts  # type: ignore[assignment]
-        if params is None or isinstance(params, SamplingParams):
-            params = [params] * len(many)  # type: ignore[list-item]
-        if len(params) != len(many):
-            raise ValueError(f"{len(many)} prompts, but {len(params)} sampling parameters")
+        if isinstance(params, Iterable) and not isinstance(params, Mapping | str):
+            each_params = list(params)
+        else:
+            each_params = [SamplingParams.of(params)] * len(many)
+        if len(each_params) != len(many):
+            raise ValueError(f"{len(many)} prompts, but {len(each_params)} sampling parameters")
         ids: list[str] = []
         try:
-            for i, (prompt, prompt_params) in enumerate(zip(many, params, strict=True)):
+            for i, (prompt, prompt_params) in enumerate(zip(many, each_params, strict=True)):
                 try:
                     ids.append(self.add_request(None, prompt, prompt_params))
                 except ValueError as error:
@@ -160,7 +170,7 @@ class Engine:
     def chat(
         self,
         messages: Sequence[Any],
-        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        params: Params | Iterable[Params] = None,
         *,
         progress: bool = True,
     ) -> list[RequestOutput]:
@@ -172,7 +182,7 @@ class Engine:
             )
         return self.generate(messages, params, progress=progress)
 
-    def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> OutputStream:
+    def stream(self, prompt: Prompt, params: Params = None) -> OutputStream:
         """Complete one prompt; iterate to get all of its output so far after every token.
 
         Several streams may be read in turns; each advances the engine when it has nothing to yield.
@@ -185,7 +195,7 @@ class Engine:
         self,
         request_id: str | None,
         prompt: Prompt,
-        params: SamplingParams | None = None,
+        params: Params = None,
         *,
         arrival_time: float | None = None,
         priority: int = 0,
@@ -195,6 +205,7 @@ class Engine:
     ) -> str:
         """Queue a request for `step`; returns its id, a new one if None was given.
 
+        params: also as a dict of their fields.
         arrival_time: in seconds on the engine's clock; None: now.
         priority: a lower one goes first, where the scheduling policy looks at priorities.
         timeout_s: the request ends so many seconds after its arrival, with the tokens it has.
@@ -206,10 +217,9 @@ class Engine:
         is full.
         """
         with self.core.telling_refusal():
-            params = SamplingParams() if params is None else params
-            if not isinstance(params, SamplingParams):
-                raise ValueError(f"params must be SamplingParams, got {params!r:.80}")
+            params = SamplingParams.of(params)
             text, token_ids = encode(prompt, self.tokenizer, self.config.vocab_size)
+            token_ids = truncate(token_ids, params, self.max_model_len)
             check_request(params, self.config, stream=stream)
             check_call(
                 request_id,
@@ -230,6 +240,7 @@ class Engine:
                 self._next_seed if params.seed is None else params.seed,
                 priority=int(priority),
                 deadline_s=None if timeout_s is None else arrival + float(timeout_s),
+                constraint=self._constraints.of(params),
             )
             record = RequestRecord.of(
                 request, text, self.tokenizer, streams=stream, on_output=on_output
