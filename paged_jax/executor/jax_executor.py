@@ -158,7 +158,9 @@ class JaxExecutor:
             if scores:
                 step = partial(score_step, self.params, config=config)
                 score = partial(prompt_logprobs, batch.prefills, hidden, step)
-        return PendingSteps(steps, last, score, errors, start_s=start, swap_s=swap_s, after=after)
+        return PendingSteps(
+            steps, last, score, start_s=start, swap_s=swap_s, after=after, errors=errors
+        )
 
     def _swap(self, outs: list[BlockMoves], ins: list[BlockMoves]) -> None:
         """Move blocks to host memory, then others from there, and wait for the moves."""

@@ -1,7 +1,8 @@
 """The steps of a batch in flight: the device has been given them and has not answered yet."""
 
 import time
-from collections.abc import Callable
+import types
+from collections.abc import Callable, Mapping
 
 import jax
 import numpy as np
@@ -81,7 +82,9 @@ def _to_host(scores: Scores, counts: list[int]) -> list[TokenLogprobs]:
     ]
 
 
-def failed_rows(seqs: list[Sequence], sampled: Sampled, errors: dict[int, str]) -> dict[int, str]:
+def failed_rows(
+    seqs: list[Sequence], sampled: Sampled, errors: Mapping[int, str]
+) -> dict[int, str]:
     """Why a row's token means nothing, by row; `errors` are those known before, by sequence."""
     found = {}
     for row in np.flatnonzero(~np.asarray(sampled.is_valid)[: len(seqs)]).tolist():
@@ -110,11 +113,11 @@ class PendingSteps:
         steps: list[tuple[list[Sequence], Sampled]],  # sequences and the tokens sampled for them
         last: jax.Array | None,  # the array that is computed last, unless it is sampled
         score: Callable[[], list[list[TokenLogprobs]]],  # scores the prompts' own tokens
-        errors: dict[int, str],  # by id, why a sequence's token means nothing
         *,
         start_s: float,  # when the first step was dispatched, by `time.perf_counter`
         swap_s: float = 0.0,  # seconds since then that went by swapping
         after: "PendingSteps | None" = None,
+        errors: Mapping[int, str] = types.MappingProxyType({}),  # by id, why a sequence has failed
     ):
         self.steps = steps
         self._last = last
