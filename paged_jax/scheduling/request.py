@@ -47,7 +47,7 @@ class Sequence:
     max_num_tokens: int = field(init=False)  # length at which it ends, prompt included
     end_token_ids: frozenset[int] = field(init=False)  # tokens that end it; the scheduler adds EOS
     sampling_seed: int = field(init=False)  # uint32: its own random stream
-    needs_history: bool = field(init=False)  # whether a step needs its tokens before the newest
+    needs_history: bool = field(init=False)  # whether its sampling depends on its tokens so far
     is_beam: bool = field(init=False)
     # Leaves out next tokens; the host has to know the sequence's tokens to ask it.
     constraint: TokenConstraint | None = field(init=False)
