@@ -287,11 +287,12 @@ def test_beams_end_by_stop_tokens_and_eos_as_sequences_do(engine, shown):
 
 
 def test_eos_named_as_a_stop_token_ends_beams_without_a_stop_reason(engine):
-    params = {"temperature": 1.0, "beam_width": 2, "n": 2, "max_tokens": 400}
+    prompt = 'bject\noverriding "__or__()" or "__ror__()" special m'  # the end of a text it knows
+    params = {"beam_width": 2, "n": 2, "max_tokens": 40}
     found = []
     for stop in ((), (EOS,)):
         [output] = engine.generate(
-            PROMPT, SamplingParams(**params, stop_token_ids=stop), progress=False
+            prompt, SamplingParams(**params, stop_token_ids=stop), progress=False
         )
         found.append([(out.token_ids, out.stop_reason, out.text) for out in output.outputs])
     assert found[0] == found[1]
