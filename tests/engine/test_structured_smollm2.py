@@ -15,17 +15,18 @@ CITY = {
     "properties": {
         "city": {"type": "string", "maxLength": 20},
         "country": {"enum": ["France", "Italy", "Japan"]},
-        "population": {"type": "integer", "minimum": 1000},
+        "population": {"type": "integer", "minimum": 1000, "maximum": 20_000_000},
     },
     "required": ["city", "country", "population"],
     "additionalProperties": False,
+    "x-guidance": {"whitespace_flexible": False},
 }
 PHONE = r"\+[0-9]{2} [0-9]{3}( [0-9]{2}){2}"
 CHOICES = ["a city", "a river", "a mountain"]
 QUESTION = [{"role": "user", "content": "Tell me about Paris."}]
 SEEDED = {"temperature": 0.8, "seed": 1}
 REQUESTS = [
-    SamplingParams(**params, max_tokens=40)
+    SamplingParams(**params, max_tokens=64)
     for params in (
         {"structured_outputs": {"json": CITY}, "temperature": 0},
         {"structured_outputs": {"json": CITY}, "n": 2, **SEEDED},
@@ -69,7 +70,7 @@ def test_texts_match_what_was_asked_for(plain):
 
 
 def test_texts_are_the_same_preempted_pipelined_and_in_chunks(engine_of, plain):
-    engine = engine_of(num_blocks=10, pipelined=True, max_num_batched_tokens=16)
+    engine = engine_of(num_blocks=14, pipelined=True, max_num_batched_tokens=16)
     outputs = engine.chat([QUESTION] * len(REQUESTS), REQUESTS, progress=False)
     assert engine.core.scheduler.counters.num_preemptions > 0
     assert list(map(essence, outputs)) == list(map(essence, plain))
