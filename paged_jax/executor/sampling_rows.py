@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable
 from collections.abc import Sequence as Seq
+from dataclasses import replace
 
 import jax
 import numpy as np
@@ -74,7 +75,7 @@ class SamplingArrays:
     def __init__(self, vocab_size: int, processor_names: Seq[str] = ()):
         self.vocab_size = vocab_size
         self._processor_names = processor_names
-        self._nothing: dict[int, tuple[TokenBiases, jax.Array]] = {}
+        self._no_rules: dict[int, LogitRules] = {}  # by number of rows, on the device
 
     def batch(self, rows: np.ndarray, seqs: Seq[Sequence], slots: Seq[int]) -> SamplingBatch:
         """The batch of `rows`, an array of `ROW`, the first of which are those of `seqs`.
@@ -82,38 +83,48 @@ class SamplingArrays:
         slots: of the sequences' tokens in the history. The masks are still to be replaced where a
             sequence has a constraint.
         """
+        return SamplingBatch(
+            **{name: rows[name] for name in _VALUES},
+            **{name: np.asarray(rows[name].any()) for name in _FLAGS},
+            rules=self._rules(rows, seqs, slots),
+        )
 
-        def flags(names: Iterable[str]) -> dict[str, np.ndarray]:
-            return {name: np.asarray(rows[name].any()) for name in names}
-
+    def _rules(self, rows: np.ndarray, seqs: Seq[Sequence], slots: Seq[int]) -> LogitRules:
+        """What no row has stays on the device from one batch to the next."""
         num_rows = len(rows)
-        biases, allowed = self._no_biases_and_masks(num_rows)
+        if num_rows not in self._no_rules:
+            self._no_rules[num_rows] = jax.device_put(self._empty_rules(num_rows))
+        nothing = self._no_rules[num_rows]
+        flags = {name: np.asarray(rows[name].any()) for name in _RULE_FLAGS}
+        is_processed = rows["is_processed"].any()
+        if not (is_processed or any(flags.values())):
+            return nothing
         padded_slots = np.full(num_rows, NO_SLOT, np.int32)
         padded_slots[: len(slots)] = slots
         processors = np.zeros((num_rows, len(self._processor_names)), np.bool_)
-        is_processed = rows["is_processed"].any()
-        if is_processed:
-            for row, seq in enumerate(seqs):
-                wanted = seq.request.params.processor_names
-                processors[row] = [name in wanted for name in self._processor_names]
-        rule_flags = flags(_RULE_FLAGS)
-        rules = LogitRules(
+        for row in np.flatnonzero(rows["is_processed"]).tolist():
+            wanted = seqs[row].request.params.processor_names
+            processors[row] = [name in wanted for name in self._processor_names]
+        return replace(
+            nothing,
             **{name: rows[name] for name in _PENALTIES},
-            **rule_flags,
-            is_changed=np.asarray(is_processed or any(rule_flags.values())),
+            **flags,
+            is_changed=np.asarray(True),
             slots=padded_slots,
-            biases=token_biases(seqs, num_rows) if rule_flags["is_biased"] else biases,
-            allowed=allowed,
+            biases=token_biases(seqs, num_rows) if flags["is_biased"] else nothing.biases,
             processors=processors,
         )
-        return SamplingBatch(**{name: rows[name] for name in _VALUES}, **flags(_FLAGS), rules=rules)
 
-    def _no_biases_and_masks(self, num_rows: int) -> tuple[TokenBiases, jax.Array]:
-        """What stands for them on the device where no row has any."""
-        if num_rows not in self._nothing:
-            masks = np.zeros((num_rows, -(-self.vocab_size // 32)), np.uint32)
-            self._nothing[num_rows] = jax.device_put((token_biases([], num_rows), masks))
-        return self._nothing[num_rows]
+    def _empty_rules(self, num_rows: int) -> LogitRules:
+        rows = sampling_rows([], num_rows)
+        return LogitRules(
+            **{name: rows[name] for name in _PENALTIES},
+            **{name: np.asarray(False) for name in ("is_changed", *_RULE_FLAGS)},
+            slots=np.full(num_rows, NO_SLOT, np.int32),
+            biases=token_biases([], num_rows),
+            allowed=np.zeros((num_rows, -(-self.vocab_size // 32)), np.uint32),
+            processors=np.zeros((num_rows, len(self._processor_names)), np.bool_),
+        )
 
 
 def token_biases(seqs: Seq[Sequence], num_rows: int) -> TokenBiases:
