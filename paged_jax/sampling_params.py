@@ -87,18 +87,18 @@ class SamplingParams:
     Collections may have any form, and numbers and arrays may be numpy's or JAX's; what is read back
     is hashable: tuples and Python's numbers, `logit_bias` as pairs of token and bias.
 
-    `top_k` 0 or -1, `top_p` 1 and `min_p` 0 are off; temperature 0 is greedy. `max_tokens` None
-    goes on to the end; what fits in neither `max_model_len` nor the pool is cut off. `stop` may be
-    one string or several. `min_tokens` tokens are generated before a stop token, EOS or a stop
-    string may end the sequence. `logprobs` asks for the log-probabilities of each sampled token and
-    of that many most likely tokens; `prompt_logprobs` for the same of the prompt's tokens, all of
-    which are then computed, whatever the prefix cache holds.
+    `top_k` 0 or -1, `top_p` 1 and `min_p` 0 are off; temperature 0 is greedy. `max_tokens` is cut
+    to what `max_model_len` allows; None goes on to the end, as far as that and the pool allow.
+    `stop` may be one string or several. `min_tokens` tokens are generated before a stop token, EOS
+    or a stop string may end the sequence. `logprobs` asks for the log-probabilities of each sampled
+    token and of that many most likely tokens; `prompt_logprobs` for the same of the prompt's
+    tokens, all of which are then computed, whatever the prefix cache holds.
 
     `truncate_prompt_tokens` keeps so many tokens of the prompt, its last ones; -1: as many as leave
     room for `max_tokens` in `max_model_len`.
 
-    `logit_bias` is added to the logits of tokens, before anything else; `logits_processors` names
-    functions that the engine has registered. Only `allowed_token_ids` are generated, where given:
+    `logit_bias` is added to the logits of tokens; `logits_processors` names functions that the
+    engine has registered. Only `allowed_token_ids` are generated, where given:
     an end token has to be among them for the sequence to end by it. `bad_words` are not generated,
     neither at the beginning of a word nor after a space: a word is left out as the tokenizer spells
     it. `structured_outputs` has the text match a JSON schema, a regular expression or a grammar.
@@ -162,12 +162,12 @@ class SamplingParams:
         self._check_beams()
 
     def _check_beams(self) -> None:
-        given = {f.name: v for f in fields(self) if (v := getattr(self, f.name)) != f.default}
         if self.beam_width is None:
-            for name in ("length_penalty", "early_stopping"):
-                if name in given:
-                    raise ValueError(f"{name} {given[name]!r} needs a beam_width")
+            for name, off in (("length_penalty", 1.0), ("early_stopping", False)):
+                if (value := getattr(self, name)) != off:
+                    raise ValueError(f"{name} {value!r} needs a beam_width")
             return
+        given = {f.name: v for f in fields(self) if (v := getattr(self, f.name)) != f.default}
         if self.n > self.beam_width:
             raise ValueError(f"n {self.n} is greater than beam_width {self.beam_width}")
         unsupported = [name for name in _NOT_WITH_BEAMS if name in given]

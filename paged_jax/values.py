@@ -110,17 +110,14 @@ def checked(check: Check, default: Any, *, optional: bool = False, **bounds: Any
 
 
 def check_fields(instance: Any) -> None:
-    """Put the `checked` fields of a frozen dataclass into their plain forms."""
+    """Put the fields of a frozen dataclass, all of them `checked`, into their plain forms."""
     for each in fields(instance):
-        if "check" not in each.metadata:
-            continue
-        value = getattr(instance, each.name)
-        if value is None and each.metadata["optional"]:
+        value, how = getattr(instance, each.name), each.metadata
+        if value is each.default or (value is None and how["optional"]):
             continue
         if value is None and each.default == ():
             value = ()
-        value = each.metadata["check"](each.name, value, **each.metadata["bounds"])
-        object.__setattr__(instance, each.name, value)
+        object.__setattr__(instance, each.name, how["check"](each.name, value, **how["bounds"]))
 
 
 def unknown(kind: str, name: Any, names: Collection[str]) -> str:
