@@ -70,7 +70,7 @@ def test_texts_match_what_was_asked_for(plain):
 
 
 def test_texts_are_the_same_preempted_pipelined_and_in_chunks(engine_of, plain):
-    engine = engine_of(num_blocks=14, pipelined=True, max_num_batched_tokens=16)
+    engine = engine_of(num_blocks=9, pipelined=True, max_num_batched_tokens=16)
     outputs = engine.chat([QUESTION] * len(REQUESTS), REQUESTS, progress=False)
     assert engine.core.scheduler.counters.num_preemptions > 0
     assert list(map(essence, outputs)) == list(map(essence, plain))
