@@ -56,6 +56,8 @@ def spell_words(words: Iterable[str], tokenizer: Any, vocab_size: int) -> list[l
     """
     spelt: list[list[int]] = []
     for word in words:
+        if word != word.encode(errors="replace").decode():  # a lone surrogate
+            raise ValueError(f"bad_words: {word!r:.80} is not valid Unicode")
         stem = word.lstrip() or word
         first, spaced = (
             tokenizer.encode(text, add_special_tokens=False) for text in (stem, f" {stem}")

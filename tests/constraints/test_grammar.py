@@ -223,6 +223,8 @@ def test_a_vocabulary_may_be_larger_or_smaller_than_the_tokenizer(vocab_size):
         ({"regex": "a(?=b)"}, "look-around"),
         ({"regex": r"(a)\1"}, "backreferences are not supported"),
         ({"regex": "\ud800"}, "surrogates not allowed"),
+        ({"choice": ["a", "\ud800"]}, "."),
+        ({"json": {"const": "\ud800"}}, "."),
         ({"grammar": "start: other"}, 'unknown name: "other"'),
         ({"grammar": 'root ::= "a" b c ::='}, "."),
         ({"json": {"type": "nothing"}}, "Invalid type: nothing"),

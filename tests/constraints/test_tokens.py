@@ -70,6 +70,8 @@ def test_bad_words_are_spelt_at_the_beginning_and_after_a_space():
 def test_a_word_that_the_model_cannot_spell_is_refused():
     with pytest.raises(ValueError, match="bad_words: the model has no tokens for 'é'"):
         spell_words(["é"], build_byte_tokenizer(), 150)
+    with pytest.raises(ValueError, match=r"bad_words: 'a\\ud800' is not valid Unicode"):
+        spell_words(["a\ud800"], build_byte_tokenizer(), 259)
 
 
 def test_several_constraints_hold_together():
