@@ -129,13 +129,8 @@ class DecodeRows:
             self._grow_table(row)
         positions = np.maximum(context_lens - 1, 0)
         assert self._sampling is not None
-        return (
-            tokens,
-            positions,
-            self.block_tables[:bucket].copy(),
-            context_lens,
-            self._sampling,
-        )
+        tables = self.block_tables[:bucket].copy()
+        return tokens, positions, tables, context_lens, self._sampling
 
     def forget(self) -> None:
         """Note an iteration without decodes."""

@@ -135,11 +135,7 @@ class JaxExecutor:
             self._memory.take_copies()
         if decode:
             self.cache, sampled, self._histories.array = decode_step(
-                self.params,
-                self.cache,
-                *decode,
-                self._histories.array,
-                **self._decode_static,
+                self.params, self.cache, *decode, self._histories.array, **self._decode_static
             )
             steps.append((batch.decodes, sampled))
         if prefill:
@@ -148,11 +144,7 @@ class JaxExecutor:
             )
             if head:
                 sampled = head_step(
-                    self.params,
-                    last,
-                    *head,
-                    self._histories.array,
-                    **self._head_static,
+                    self.params, last, *head, self._histories.array, **self._head_static
                 )
                 steps.append((first_seqs, sampled))
             if scores:

@@ -205,4 +205,5 @@ class Request:
 
     @property
     def is_finished(self) -> bool:
-        return all(seq.is_finished for seq in self.sequences)
+        # They start in order: of many, the last is likely to be unfinished.
+        return all(seq.is_finished for seq in reversed(self.sequences))
