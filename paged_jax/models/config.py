@@ -278,7 +278,8 @@ def _rope_scaling(hf: Mapping[str, Any]) -> RopeScaling | None:
         )
     if kind == "default":
         return None
-    kind = "longrope" if kind == "su" else kind  # its name in Phi-3's first configs
+    if kind == "su":  # the name in Phi-3's first configs
+        kind = "longrope"
     max_positions = hf["max_position_embeddings"]
     # A top-level value wins, as in transformers' standardize_rope_params.
     original = hf.get("original_max_position_embeddings") or rope.get(

@@ -77,7 +77,7 @@ def write_gguf(
     config = ModelConfig.from_hf(hf)
     arch = hf["model_type"]
     writer = gguf.GGUFWriter(path, arch)
-    writer.add_context_length(config.max_position_embeddings)
+    writer.add_context_length(hf["max_position_embeddings"])
     writer.add_embedding_length(config.hidden_size)
     writer.add_block_count(config.num_layers)
     writer.add_feed_forward_length(config.intermediate_size)
