@@ -25,12 +25,14 @@ _HARMLESS: dict[str, tuple[Any, ...]] = {
     "*.embedding_scale": (1,),
     # How the converter got query and key rows into the order of all files of the architecture.
     "*.tensor_data_layout": ("reference", "Meta AI original pth"),
-    "tokenizer.ggml.*_token_id": (_ANY,),  # a name for a token, for programs that ask for it
+    "tokenizer.ggml.*_token_id": (_ANY,),  # a name for a token: an end token, or for programs
+    "tokenizer.ggml.*_token_ids": (_ANY,),
     "tokenizer.ggml.pre": ("default",),  # SentencePiece does not split texts before merging
     "tokenizer.ggml.merges": (_ANY,),  # SentencePiece merges by the scores
     "tokenizer.ggml.scores": (_ANY,),  # byte-level BPE by the merges
     "tokenizer.ggml.added_tokens": (_ANY,),  # they are among the tokens
     "tokenizer.ggml.token_type_count": (_ANY,),  # of segments, which these models do not have
+    "tokenizer.chat_templates": (_ANY,),  # the names in the keys of the templates
     "tokenizer.huggingface.json": (_ANY,),  # the same tokenizer, told again
 }
 

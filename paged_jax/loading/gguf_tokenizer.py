@@ -139,8 +139,8 @@ def _from_metadata(metadata: Mapping[str, Any]) -> transformers_tokenizer.Tokeni
 def _chat_template(metadata: Mapping[str, Any]) -> str | dict[str, str] | None:
     """The template, or all by their names ("default", "tool_use") where the file has several."""
     default: str | None = metadata.get("tokenizer.chat_template")
-    names = metadata.get("tokenizer.chat_templates", [])
-    named = {n: metadata[f"tokenizer.chat_template.{n}"] for n in names if n != "default"}
+    prefix = "tokenizer.chat_template."
+    named = {k.removeprefix(prefix): metadata[k] for k in metadata if k.startswith(prefix)}
     if not named:
         return default
     return named if default is None else {"default": default} | named
@@ -232,18 +232,17 @@ def _merges_from_scores(
 def _add_tokens(tokenizer: Tokenizer, tokens: list[str], types: list[int]) -> None:
     """Add the tokens that are matched whole in a text; decoding leaves out control tokens."""
 
-    def added(*kinds: int) -> list[AddedToken]:
-        return [AddedToken(token, normalized=False) for token, kind in typed if kind in kinds]
-
-    unknown_types = set(types) - {int(kind) for kind in gguf.TokenType}
+    unknown_types = set(types) - set(gguf.TokenType)
     if unknown_types:
         raise ValueError(f"tokenizer.ggml.token_type has unknown types {sorted(unknown_types)}")
     control = gguf.TokenType.CONTROL
-    typed = [
-        (token, control if token in _END_TEXTS else kind)
-        for token, kind in zip(tokens, types, strict=True)
-    ]
-    tokenizer.add_special_tokens(added(gguf.TokenType.CONTROL, gguf.TokenType.UNKNOWN))
+    types = [control if t in _END_TEXTS else k for t, k in zip(tokens, types, strict=True)]
+
+    def added(*kinds: int) -> list[AddedToken]:
+        typed = zip(tokens, types, strict=True)
+        return [AddedToken(token, normalized=False) for token, kind in typed if kind in kinds]
+
+    tokenizer.add_special_tokens(added(control, gguf.TokenType.UNKNOWN))
     tokenizer.add_tokens(added(gguf.TokenType.USER_DEFINED))
 
 

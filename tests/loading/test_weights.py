@@ -315,7 +315,7 @@ def test_damaged_gguf_files(tmp_path: Path) -> None:
         ({"llama.expert_count": 8}, "mixtures of experts are not supported"),
         ({"llama.rope.dimension_count": 8}, "rope.dimension_count=8 is not the head size 16"),
         ({"llama.attention.head_count_kv": 3}, "not a multiple of num_kv_heads=3"),
-        ({"llama.rope.scaling.type": "longrope"}, "RoPE scaling 'longrope' is not supported"),
+        ({"llama.rope.scaling.type": "mrope"}, "RoPE scaling 'mrope' is not supported"),
         ({"llama.block_count": None, "llama.context_length": None}, "missing llama.block_count, l"),
     ],
 )
@@ -341,7 +341,7 @@ def test_smollm2_equals_transformers() -> None:
     path = resolve_model("smollm2")
     file = GgufFile(path)
     config = read_gguf_config(file)
-    # The file's <|endoftext|> is a control token; transformers knows the metadata's end token alone.
+    # transformers knows the end token of the metadata alone, not the control token <|endoftext|>.
     theirs = ModelConfig.from_hf(golden["config"] | {"eos_token_id": [2, 0]}, name=config.name)
     assert config.rms_norm_eps == pytest.approx(theirs.rms_norm_eps)
     assert config == ModelConfig(**{**theirs.__dict__, "rms_norm_eps": config.rms_norm_eps})
