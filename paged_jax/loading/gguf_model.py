@@ -14,7 +14,7 @@ from paged_jax.loading.gguf_file import GgufFile
 from paged_jax.loading.gguf_metadata import GgufMetadata
 from paged_jax.loading.gguf_tokenizer import end_tokens, special_token_id
 from paged_jax.loading.weights import FloatArray, Naming
-from paged_jax.models.config import ModelConfig, RopeKind, RopeScaling
+from paged_jax.models.config import ModelConfig, RopeScaling
 
 GGUF = Naming(
     layer="blk.{i}.",
@@ -119,10 +119,10 @@ class GgufTensors:
         self._permuted_heads: dict[str, int] = {}
         if file.metadata["general.architecture"] == "llama":
             self._permuted_heads = {"attn_q": config.num_heads, "attn_k": config.num_kv_heads}
+        kind = config.rope_scaling.kind if config.rope_scaling else ""
+        of_rope = {"factors": (_ROPE_FACTORS,), "longrope": _LONGROPE_FACTORS}.get(kind, ())
         self.shapes: Mapping[str, tuple[int, ...]] = {
-            name: tensor.shape
-            for name, tensor in file.tensors.items()
-            if name not in (_ROPE_FACTORS, *_LONGROPE_FACTORS)
+            name: tensor.shape for name, tensor in file.tensors.items() if name not in of_rope
         }
 
     def read(self, name: str) -> FloatArray:
@@ -170,13 +170,16 @@ def _same_in_all_layers(key: str, value: Any) -> Any:
 
 
 def _rope_scaling(file: GgufFile, metadata: GgufMetadata, arch: str) -> RopeScaling | None:
-    """As llama.cpp reads it. ValueError for a combination that is not computed here."""
+    """As llama.cpp reads it. ValueError for a combination that is not computed here.
+
+    The betas of YaRN hold too, which llama.cpp reads for other architectures alone.
+    """
     prefix = f"{arch}.rope.scaling"
-    kind: RopeKind = metadata.get(f"{prefix}.type", "linear")
+    kind = metadata.get(f"{prefix}.type", "linear")
     old_factor = metadata.get(f"{arch}.rope.scale_linear")  # the key before `scaling` had a type
     factor = metadata.get(f"{prefix}.factor", old_factor) or 1.0
     original = metadata.get(f"{prefix}.original_context_length")
-    is_plain = str(kind) == "none" or (kind == "linear" and factor == 1)
+    is_plain = kind == "none" or (kind == "linear" and factor == 1)
     if _ROPE_FACTORS in file.tensors:
         if not is_plain:
             raise ValueError(f"{_ROPE_FACTORS} beside RoPE scaling {kind!r} is not supported")

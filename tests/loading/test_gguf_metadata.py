@@ -12,8 +12,9 @@ from paged_jax import Engine, SamplingParams
 from paged_jax.loading import load_config
 from paged_jax.loading.byte_tokenizer import CHARACTER_TO_BYTE
 from paged_jax.loading.gguf_file import GgufFile
-from paged_jax.loading.gguf_model import read_gguf_config
+from paged_jax.loading.gguf_model import GgufTensors, read_gguf_config
 from paged_jax.loading.gguf_tokenizer import read_gguf_tokenizer
+from paged_jax.loading.weights import assemble
 from paged_jax.models.config import ModelConfig
 from paged_jax.models.rope import inv_freq
 from tests.loading.loading_models import LLAMA, QWEN2, random_tensors, write_gguf
@@ -355,6 +356,15 @@ def test_rope_scaling_that_is_not_computed_is_refused(
 ) -> None:
     with pytest.raises(ValueError, match=message):
         read_gguf_config(open_file({f"llama.rope.{key}": v for key, v in keys.items()}))
+
+
+def test_longrope_tensors_beside_another_scaling_are_refused(tmp_path: Path) -> None:
+    factors = {"rope_factors_long.weight": np.ones(8, np.float32)}
+    path = write_gguf(tmp_path / "m.gguf", HF, random_tensors(HF), more_tensors=factors)
+    file = GgufFile(path)
+    config = read_gguf_config(file)
+    with pytest.raises(ValueError, match=r"1 unexpected \(rope_factors_long.weight"):
+        assemble(GgufTensors(file, config), config, "float32")
 
 
 def test_frequency_factors_beside_another_scaling_are_refused(tmp_path: Path) -> None:
