@@ -73,6 +73,7 @@ class Engine:
             model_name=self.config.name,
             max_position_embeddings=self.config.max_position_embeddings,
         )
+        self.config = self.config.served_up_to(resolved.max_model_len)
         self.dtype, self.block_size = resolved.dtype, resolved.block_size
         weight_dtype(self.dtype)  # ValueError if weights cannot have this dtype
         self.enable_prefix_caching = (
