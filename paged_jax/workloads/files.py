@@ -47,8 +47,13 @@ def require_text(path: str | Path) -> Path:
     return path
 
 
-def read_lines(path: str | Path, skipped: Skipped) -> Iterator[Placed[str]]:
-    """Each line of a UTF-8 file without its line end; one that is not UTF-8 is skipped."""
+def read_lines(
+    path: str | Path, skipped: Skipped, *, errors: str = "strict"
+) -> Iterator[Placed[str]]:
+    """Each line of a file without its line end; one that is not UTF-8 is skipped.
+
+    errors: what `bytes.decode` does instead.
+    """
 
     def raw_lines() -> Iterator[Placed[bytes]]:
         with require_text(path).open("rb") as file:
@@ -58,7 +63,7 @@ def read_lines(path: str | Path, skipped: Skipped) -> Iterator[Placed[str]]:
 
     def decode(raw: bytes) -> str:
         try:
-            return raw.decode().rstrip("\r\n")
+            return raw.decode(errors=errors).rstrip("\r\n")
         except UnicodeDecodeError as error:
             raise ValueError(f"not UTF-8 ({error.reason})") from None
 
@@ -73,7 +78,8 @@ def read_columns(
     Columns may come in any order and with others. ValueError for a header without them; a line that
     is no row is skipped.
     """
-    lines = read_lines(path, skipped)
+    # Other columns may hold other text: bytes that are not UTF-8 do no harm there.
+    lines = read_lines(path, skipped, errors="surrogateescape")
     _, header = next(lines, ("", ""))
     names = [name.strip().lower() for name in next(csv.reader([header]), [])]
     if missing := [name for name in columns if name.lower() not in names]:
