@@ -74,7 +74,7 @@ def render(chat: Mapping[str, Any], messages: Sequence[Message], tokenizer: Toke
     tools = _schemas(chat.get("tools"))
     values = chat.get("chat_template_kwargs") or {}
     if not isinstance(values, Mapping) or not all(isinstance(name, str) for name in values):
-        raise ValueError(f"chat_template_kwargs must be a dict of names, got {values!r:.80}")
+        raise ValueError(f"chat_template_kwargs must be a dict of names, got {shown(values)}")
     if own := values.keys() & ChatPrompt.__annotations__.keys():
         raise ValueError(f"{own.pop()} stands beside chat_template_kwargs, not in it")
     template = _template(chat.get("chat_template"), tools, tokenizer)
@@ -99,10 +99,15 @@ def render(chat: Mapping[str, Any], messages: Sequence[Message], tokenizer: Toke
         raise ValueError(f"the chat template fails on these messages: {_reason(error)}") from error
 
 
+def shown(value: Any) -> str:
+    """The beginning of its repr, in one line."""
+    return " ".join(repr(value).split())[:80]
+
+
 def _flag(chat: Mapping[str, Any], name: str, default: bool) -> bool:
     value = chat.get(name, default)
     if not isinstance(value, bool | np.bool_):
-        raise ValueError(f"{name} must be True or False, got {value!r:.80}")
+        raise ValueError(f"{name} must be True or False, got {shown(value)}")
     return bool(value)
 
 
@@ -111,7 +116,7 @@ def _schemas(tools: Any) -> list[dict[str, Any]] | None:
     if tools is None:
         return None
     if isinstance(tools, str | Mapping) or not isinstance(tools, Iterable):
-        raise ValueError(f"tools must be a list of JSON schemas or functions, got {tools!r:.80}")
+        raise ValueError(f"tools must be a list of JSON schemas or functions, got {shown(tools)}")
     return [_schema(tool) for tool in tools]
 
 
@@ -119,7 +124,7 @@ def _schema(tool: Any) -> dict[str, Any]:
     if isinstance(tool, Mapping):
         return dict(tool)
     if not callable(tool):
-        raise ValueError(f"a tool is a JSON schema (a dict) or a function, got {tool!r:.80}")
+        raise ValueError(f"a tool is a JSON schema (a dict) or a function, got {shown(tool)}")
     try:
         return dict(import_transformers().utils.get_json_schema(tool))
     except Exception as error:  # transformers raises exceptions of its own
@@ -138,21 +143,21 @@ def _template(given: Any, tools: Any, tokenizer: Tokenizer) -> str:
             raise ValueError(_reason(error)) from error
         if "{" in template:
             return template
-    raise ValueError(f"chat_template must be the text of a Jinja template, got {given!r:.80}")
+    raise ValueError(f"chat_template must be the text of a Jinja template, got {shown(given)}")
 
 
 def _plain(index: int, message: Message, takes_parts: bool) -> dict[str, Any]:
     """The message as a dict without None values, its content as the template takes it."""
     plain = {key: value for key, value in message.items() if value is not None}
     if not isinstance(plain.get("role"), str):
-        raise ValueError(f"the role of message {index} must be text, got {message['role']!r:.80}")
+        raise ValueError(f"the role of message {index} must be text, got {shown(message['role'])}")
     content = plain.get("content", "")
     if isinstance(content, str):
         return plain
     if not isinstance(content, Sequence) or isinstance(content, bytes):
         raise ValueError(
             f"the content of message {index} must be text or a list of text parts, "
-            f"got {content!r:.80}"
+            f"got {shown(content)}"
         )
     texts = [_text(index, part) for part in content]
     parts = [{"type": "text", "text": text} for text in texts]
@@ -166,7 +171,7 @@ def _text(index: int, part: Any) -> str:
         case {"type": "text", "text": str(text)}:
             return text
     raise ValueError(
-        f'message {index} may hold parts {{"type": "text", "text": ...}} alone, got {part!r:.80}'
+        f'message {index} may hold parts {{"type": "text", "text": ...}} alone, got {shown(part)}'
     )
 
 

@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from numbers import Integral, Number, Real
 from typing import Any
 
-from paged_jax.engine.chat import ChatPrompt, Message, is_chat, render
+from paged_jax.engine.chat import ChatPrompt, Message, is_chat, render, shown
 from paged_jax.executor.sampling_rows import check_end_tokens
 from paged_jax.loading.tokenizer import Tokenizer
 from paged_jax.models.config import ModelConfig
@@ -69,7 +69,7 @@ def encode(
     if items is None or not all(_is_int(item) for item in items):
         raise ValueError(
             "a prompt is text, a list of token ids (or a 1-D array of integers), or a list of chat "
-            f"messages; got {_shown(given)}"
+            f"messages; got {shown(given)}"
         )
     return None, _checked(list(map(int, items)), vocab_size)
 
@@ -82,17 +82,14 @@ def _of_dict(prompt: Mapping[str, Any]) -> Any:
         )
     [(key, given)] = prompt.items()
     if key == "prompt_token_ids" and isinstance(given, str):
-        raise ValueError(f"prompt_token_ids must be a list of token ids, got {given!r:.80}")
+        raise ValueError(f"prompt_token_ids must be a list of token ids, got {shown(given)}")
     return given
 
 
 def _is_int(value: Any) -> bool:
+    if type(value) is int:  # most are, and this is fast
+        return True
     return isinstance(value, Integral) and not isinstance(value, bool)
-
-
-def _shown(value: Any) -> str:
-    """The beginning of its repr, in one line."""
-    return " ".join(repr(value).split())[:80]
 
 
 def _encode_chat(
@@ -101,7 +98,7 @@ def _encode_chat(
     messages = as_list(chat["messages"])
     if messages is None or not is_chat(messages):
         given = chat["messages"] if messages is None else messages
-        raise ValueError(f"a chat is a list of messages with role and content; got {_shown(given)}")
+        raise ValueError(f"a chat is a list of messages with role and content; got {shown(given)}")
     text = render(chat, messages, tokenizer)
     return text, _checked(_tokenize(text, tokenizer, add_special_tokens=False), vocab_size)
 
