@@ -26,7 +26,7 @@ class ChatOptions(TypedDict, total=False):
     chat_template_kwargs: further values that the template reads, such as `enable_thinking`.
     """
 
-    tools: Iterable[Mapping[str, Any] | Callable[..., Any]] | None
+    tools: Sequence[Mapping[str, Any] | Callable[..., Any]] | None
     add_generation_prompt: bool
     continue_final_message: bool
     chat_template: str | None
@@ -72,7 +72,7 @@ def render(chat: Mapping[str, Any], messages: Sequence[Message], tokenizer: Toke
             "give add_generation_prompt=False to go on with the last message"
         )
     tools = _schemas(chat.get("tools"))
-    values = chat.get("chat_template_kwargs") or {}
+    values = {} if chat.get("chat_template_kwargs") is None else chat["chat_template_kwargs"]
     if not isinstance(values, Mapping) or not all(isinstance(name, str) for name in values):
         raise ValueError(f"chat_template_kwargs must be a dict of names, got {shown(values)}")
     if own := values.keys() & ChatPrompt.__annotations__.keys():
@@ -115,7 +115,7 @@ def _schemas(tools: Any) -> list[dict[str, Any]] | None:
     """Each tool as a JSON schema; a function is described by its type hints and docstring."""
     if tools is None:
         return None
-    if isinstance(tools, str | Mapping) or not isinstance(tools, Iterable):
+    if isinstance(tools, str) or not isinstance(tools, Sequence):  # an iterator serves one chat
         raise ValueError(f"tools must be a list of JSON schemas or functions, got {shown(tools)}")
     return [_schema(tool) for tool in tools]
 

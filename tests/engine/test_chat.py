@@ -105,7 +105,7 @@ def test_a_chat_renders_as_transformers_renders_it(tokenizer, messages, options)
 def test_tools_are_schemas_or_functions(with_tools):
     text, ids = wanted(with_tools, CHAT, tools=[SCHEMA])
     assert '"name": "weather"' in text
-    for tools in ([SCHEMA], [weather], (weather,), iter([weather])):
+    for tools in ([SCHEMA], [weather], (weather,)):
         assert rendered(with_tools, {"messages": CHAT, "tools": tools}) == (text, ids)
 
 
@@ -217,6 +217,7 @@ BAD_CHATS = {
         {"tools": SCHEMA},
         "tools must be a list of JSON schemas or functions, got {'type",
     ),
+    "an iterator of tools": ({"tools": iter([weather])}, "tools must be a list of JSON schemas"),
     "a tool's name": ({"tools": ["weather"]}, "a tool is a JSON schema .* got 'weather'"),
     "a tool without docstring": (
         {"tools": [undescribed]},
