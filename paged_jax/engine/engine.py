@@ -8,24 +8,25 @@ Names follow vLLM's where the same thing exists there.
 """
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import replace
-from typing import Any
+from typing import Any, Unpack
 
 import jax
 import numpy as np
 
 from paged_jax.config import EngineConfig
 from paged_jax.engine.build import build, choose_attention, device_params
+from paged_jax.engine.chat import ChatOptions, Message, is_chat
 from paged_jax.engine.core import EngineCore
 from paged_jax.engine.delivery import Delivery, OutputStream, complete
 from paged_jax.engine.prompts import (
     Prompt,
+    as_list,
     check_call,
     check_request,
     encode,
-    is_chat,
-    is_single_prompt,
+    prompt_list,
 )
 from paged_jax.engine.records import OnOutput, RequestRecord
 from paged_jax.executor.compilation import WarmUp, use_persistent_cache
@@ -129,24 +130,28 @@ class Engine:
 
     def generate(
         self,
-        prompts: Prompt | Sequence[Prompt],
-        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        prompts: Prompt | Iterable[Prompt],
+        params: SamplingParams | Iterable[SamplingParams] | None = None,
         *,
         progress: bool = True,
     ) -> list[RequestOutput]:
         """Complete prompts, in their order. One prompt may stand alone; so may its parameters.
 
+        Prompts, and parameters of each, come in any iterable. One 1-D array is one prompt of ids; a
+        2-D array's rows are prompts.
+
         Nothing runs unless all prompts are valid. Requests added before go on meanwhile. A request
         that fails has its reason in `RequestOutput.error`.
         """
-        many: Sequence[Any] = [prompts] if is_single_prompt(prompts) else prompts  # type: ignore[assignment]
-        if params is None or isinstance(params, SamplingParams):
-            params = [params] * len(many)  # type: ignore[list-item]
-        if len(params) != len(many):
-            raise ValueError(f"{len(many)} prompts, but {len(params)} sampling parameters")
+        many = prompt_list(prompts)
+        of_each: list[Any] | None = as_list(params)
+        if of_each is None:
+            of_each = [params] * len(many)
+        if len(of_each) != len(many):
+            raise ValueError(f"{len(many)} prompts, but {len(of_each)} sampling parameters")
         ids: list[str] = []
         try:
-            for i, (prompt, prompt_params) in enumerate(zip(many, params, strict=True)):
+            for i, (prompt, prompt_params) in enumerate(zip(many, of_each, strict=True)):
                 try:
                     ids.append(self.add_request(None, prompt, prompt_params))
                 except ValueError as error:
@@ -160,18 +165,23 @@ class Engine:
 
     def chat(
         self,
-        messages: Sequence[Any],
-        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        messages: Iterable[Message] | Iterable[Iterable[Message]],
+        params: SamplingParams | Iterable[SamplingParams] | None = None,
         *,
         progress: bool = True,
+        **options: Unpack[ChatOptions],
     ) -> list[RequestOutput]:
-        """Answer one chat (a list of messages with role and content) or several."""
-        chats = [messages] if is_single_prompt(messages) else messages
-        if others := [chat for chat in chats if not is_chat(chat)]:
-            raise ValueError(
-                f"a chat is a list of messages with role and content; got {others[0]!r:.80}"
-            )
-        return self.generate(messages, params, progress=progress)
+        """Answer one chat (a list of messages with role and content) or several.
+
+        options: tools, add_generation_prompt, continue_final_message, chat_template and
+            chat_template_kwargs, of all chats; `ChatOptions` describes each. `generate`, `stream`
+            and `add_request` take a chat with its options as a `ChatPrompt`.
+        """
+        chats: Any = as_list(messages)
+        if chats is None or is_chat(chats):
+            chats = [messages if chats is None else chats]
+        prompts = [{"messages": chat, **options} for chat in chats]
+        return self.generate(prompts, params, progress=progress)
 
     def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> OutputStream:
         """Complete one prompt; iterate to get all of its output so far after every token.
