@@ -163,7 +163,7 @@ class SamplingParams:
 
     @property
     def has_penalties(self) -> bool:
-        """Whether sampling depends on the tokens so far."""
+        """Whether tokens that have come change how likely they are."""
         return (
             self.repetition_penalty != 1.0
             or self.presence_penalty != 0.0
@@ -172,8 +172,8 @@ class SamplingParams:
 
     @property
     def needs_history(self) -> bool:
-        """Whether sampling depends on the tokens so far, or on how many there are."""
-        return self.min_tokens > 0 or self.has_penalties
+        """Whether steps sample by the tokens so far."""
+        return self.has_penalties or bool(self.logits_processors)
 
     @property
     def logit_biases(self) -> tuple[tuple[int, float], ...]:

@@ -82,7 +82,8 @@ class EngineCore:
 
         A step that raises is planned and run once more. If it raises again, the requests in it end
         with "error", and the next call goes on with the other requests. A request whose logits are
-        not finite ends alone. An interrupt, such as Ctrl-C, is raised, and no work is lost.
+        not finite, or leave no token, ends alone. An interrupt, such as Ctrl-C, is raised, and no
+        work is lost.
         """
         planned, usage, result = self._execute()
         end_s = self.clock()
@@ -150,14 +151,12 @@ class EngineCore:
         return failed
 
     def _fail_rows(self, sampled: list[Sequence], result: StepResult) -> list[Request]:
-        """End the requests whose logits are not finite, before they get a token; returns them."""
+        """End the requests whose tokens mean nothing, before they get them; returns them."""
         failed = {}
-        for seq in (sampled[index] for index in result.failed):
-            request = failed[seq.request.request_id] = seq.request
-            self.scheduler.fail(
-                request.request_id,
-                f"the logits of its output token {seq.num_output_tokens} are not finite",
-            )
+        for index, reason in result.failed.items():
+            request = sampled[index].request
+            failed[request.request_id] = request
+            self.scheduler.fail(request.request_id, reason)
         return list(failed.values())
 
     # What observers see

@@ -8,7 +8,8 @@ Names follow vLLM's where the same thing exists there.
 """
 
 import itertools
-from collections.abc import Callable, Iterable
+import types
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from typing import Any, Unpack
 
@@ -20,6 +21,7 @@ from paged_jax.engine.build import build, choose_attention, device_params
 from paged_jax.engine.chat import ChatOptions, Message, is_chat
 from paged_jax.engine.core import EngineCore
 from paged_jax.engine.delivery import Delivery, OutputStream, complete
+from paged_jax.engine.processors import check_names, check_processors
 from paged_jax.engine.prompts import (
     Prompt,
     as_list,
@@ -40,6 +42,7 @@ from paged_jax.outputs import RequestOutput
 from paged_jax.sampling_params import SamplingParams
 from paged_jax.scheduling.checks import QueueFull
 from paged_jax.scheduling.request import Request
+from paged_jax.steps.logits import LogitsProcessor
 from pallas_kernels.extras import check_platforms
 
 
@@ -53,6 +56,10 @@ class Engine:
         `LoadedModel`.
     on_iteration: called with the statistics of every iteration; it must not abort requests. If it
         raises, a warning says so and it is not called again.
+    logits_processors: functions by the names that `SamplingParams.logits_processors` chooses from,
+        applied in this order. Each is a pure JAX function of one row, `(logits f32[V], token_ids
+        i32[max_model_len], num_tokens i32[], num_prompt_tokens i32[]) -> f32[V]`, compiled into the
+        steps; `token_ids[:num_tokens]` are the tokens so far, and V fills up the rest.
     options: the fields of `paged_jax.EngineConfig`, such as `block_size=16`, which describes each
         of them. `Engine.options` has them with all defaults filled in.
 
@@ -64,6 +71,7 @@ class Engine:
         model: str | LoadedModel = "smollm2",
         *,
         on_iteration: Callable[[IterationStats], None] | None = None,
+        logits_processors: Mapping[str, LogitsProcessor] = types.MappingProxyType({}),
         **options: Any,
     ):
         check_platforms()
@@ -88,9 +96,11 @@ class Engine:
         self._next_seed = int(self._seeds.integers(2**32))
         use_persistent_cache()
 
+        check_processors(logits_processors, self.config.vocab_size, self.max_model_len)
+        self.logits_processors = dict(logits_processors)
         choice = choose_attention(self.config, resolved)
         self.attention = choice.attention
-        scheduler, self.executor = build(self.config, resolved, choice)
+        scheduler, self.executor = build(self.config, resolved, choice, self.logits_processors)
         self.num_blocks = scheduler.memory.num_total_blocks
         self.num_swap_blocks = scheduler.memory.num_swap_blocks
         if resolved.warm_up and not resolved.interpret_kernels:
@@ -222,6 +232,7 @@ class Engine:
                 raise ValueError(f"params must be SamplingParams, got {params!r:.80}")
             text, token_ids = encode(prompt, self.tokenizer, self.config.vocab_size)
             check_request(params, self.config, stream=stream)
+            check_names(params.processor_names, self.logits_processors)
             check_call(
                 request_id,
                 arrival_time=arrival_time,

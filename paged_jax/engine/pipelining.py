@@ -111,12 +111,12 @@ def live_rows(batch: ScheduledBatch, result: StepResult) -> tuple[list[Sequence]
     live = [index for index, seq in enumerate(sampled) if not seq.is_finished]
     if len(live) == len(sampled):
         return sampled, result
-    failed = set(result.failed)
+    failed = result.failed
     return [sampled[index] for index in live], replace(
         result,
         tokens=[result.tokens[index] for index in live],
         logprobs=[result.logprobs[index] for index in live],
-        failed=[at for at, index in enumerate(live) if index in failed],
+        failed={at: failed[index] for at, index in enumerate(live) if index in failed},
     )
 
 

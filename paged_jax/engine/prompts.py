@@ -6,7 +6,7 @@ from numbers import Integral, Number, Real
 from typing import Any
 
 from paged_jax.engine.chat import ChatPrompt, Message, is_chat, render, shown
-from paged_jax.executor.sampling_rows import check_end_tokens
+from paged_jax.executor.sampling_rows import check_biases
 from paged_jax.loading.tokenizer import Tokenizer
 from paged_jax.models.config import ModelConfig
 from paged_jax.sampling_params import SamplingParams
@@ -140,8 +140,7 @@ def check_request(params: SamplingParams, config: ModelConfig, *, stream: bool) 
         )
     eos = () if params.ignore_eos else config.eos_token_ids
     num_end_tokens = len({*params.stop_token_ids, *eos})
-    if params.min_tokens:
-        check_end_tokens(num_end_tokens)
+    check_biases(len(params.logit_biases), num_end_tokens if params.min_tokens else 0)
     if params.beam_width and params.beam_width + num_end_tokens > NUM_LOGPROBS:
         raise ValueError(
             f"beam_width {params.beam_width} and {num_end_tokens} end tokens (EOS and "

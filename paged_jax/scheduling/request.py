@@ -46,7 +46,7 @@ class Sequence:
     max_num_tokens: int = field(init=False)  # length at which it ends, prompt included
     end_token_ids: frozenset[int] = field(init=False)  # tokens that end it; the scheduler adds EOS
     sampling_seed: int = field(init=False)  # uint32: its own random stream
-    needs_history: bool = field(init=False)  # whether a step needs its tokens before the newest
+    needs_history: bool = field(init=False)  # whether its sampling depends on its tokens so far
     is_beam: bool = field(init=False)
     # Leaves out next tokens; the host has to know the sequence's tokens to ask it.
     constraint: TokenConstraint | None = field(init=False, default=None)
@@ -195,4 +195,5 @@ class Request:
 
     @property
     def is_finished(self) -> bool:
-        return all(seq.is_finished for seq in self.sequences)
+        # They start in order: of many, the last is likely to be unfinished.
+        return all(seq.is_finished for seq in reversed(self.sequences))

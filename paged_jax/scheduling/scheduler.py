@@ -259,7 +259,7 @@ class Scheduler:
         holder of the block writes after it. The plan has to wait for the tokens
 
         - of beams, which other beams replace;
-        - of sequences with penalties or `min_tokens`, whose step needs the tokens before;
+        - of sequences with a constraint, which the host asks what may come next;
         - of a prompt's siblings that are about to start, as they share its blocks only then;
         - when memory is out, as preemption may depend on which sequences end;
         - when a swapped sequence may have room now, as it brings its token from the host.
@@ -290,7 +290,7 @@ class Scheduler:
             num_tokens = len(seq.token_ids) + 1
             if num_tokens >= seq.max_num_tokens:
                 continue
-            if seq.is_beam or seq.needs_history:
+            if seq.is_beam or seq.constraint is not None:
                 return None
             if num_tokens > seq.num_writable_slots and not self._append(seq, num_tokens):
                 return None

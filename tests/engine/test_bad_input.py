@@ -53,8 +53,10 @@ def test_a_bad_prompt_is_refused_and_the_others_go_on(engine, prompt, message):
     [
         (SamplingParams(stop_token_ids=[300]), "stop token 300 is outside the vocabulary of 259"),
         (
-            SamplingParams(stop_token_ids=range(16), min_tokens=1),
-            "min_tokens with 17 end tokens.*at most 16",
+            SamplingParams(
+                stop_token_ids=range(256), min_tokens=1, logit_bias=dict.fromkeys(range(256), 1.0)
+            ),
+            "256 tokens in logit_bias and 257 end tokens .* are more than 512",
         ),
         ({"temperature": 0}, "SamplingParams.*temperature"),
         ("greedy", "SamplingParams.*greedy"),
