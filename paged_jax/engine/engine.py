@@ -9,9 +9,9 @@ Names follow vLLM's where the same thing exists there.
 
 import itertools
 import types
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
-from typing import Any
+from typing import Any, Unpack
 
 import jax
 import numpy as np
@@ -19,16 +19,17 @@ import numpy as np
 from paged_jax.config import EngineConfig
 from paged_jax.constraints.build import Constraints
 from paged_jax.engine.build import build, choose_attention, device_params
+from paged_jax.engine.chat import ChatOptions, Message, is_chat
 from paged_jax.engine.core import EngineCore
 from paged_jax.engine.delivery import Delivery, OutputStream, complete
 from paged_jax.engine.processors import check_names, check_processors
 from paged_jax.engine.prompts import (
     Prompt,
+    as_list,
     check_call,
     check_request,
     encode,
-    is_chat,
-    is_single_prompt,
+    prompt_list,
     truncate,
 )
 from paged_jax.engine.records import OnOutput, RequestRecord
@@ -86,6 +87,7 @@ class Engine:
             model_name=self.config.name,
             max_position_embeddings=self.config.max_position_embeddings,
         )
+        self.config = self.config.served_up_to(resolved.max_model_len)
         self.dtype, self.block_size = resolved.dtype, resolved.block_size
         weight_dtype(self.dtype)  # ValueError if weights cannot have this dtype
         self.enable_prefix_caching = (
@@ -146,26 +148,28 @@ class Engine:
 
     def generate(
         self,
-        prompts: Prompt | Sequence[Prompt],
+        prompts: Prompt | Iterable[Prompt],
         params: Params | Iterable[Params] = None,
         *,
         progress: bool = True,
     ) -> list[RequestOutput]:
         """Complete prompts, in their order. One prompt may stand alone; so may its parameters.
 
+        Prompts, and parameters of each, come in any iterable. One 1-D array is one prompt of ids; a
+        2-D array's rows are prompts.
+
         Nothing runs unless all prompts are valid. Requests added before go on meanwhile. A request
         that fails has its reason in `RequestOutput.error`.
         """
-        many: Sequence[Any] = [prompts] if is_single_prompt(prompts) else prompts  # type: ignore[assignment]
-        if isinstance(params, Iterable) and not isinstance(params, Mapping | str):
-            each_params = list(params)
-        else:
-            each_params = [SamplingParams.of(params)] * len(many)
-        if len(each_params) != len(many):
-            raise ValueError(f"{len(many)} prompts, but {len(each_params)} sampling parameters")
+        many = prompt_list(prompts)
+        of_each: list[Any] | None = as_list(params)
+        if of_each is None:
+            of_each = [params] * len(many)
+        if len(of_each) != len(many):
+            raise ValueError(f"{len(many)} prompts, but {len(of_each)} sampling parameters")
         ids: list[str] = []
         try:
-            for i, (prompt, prompt_params) in enumerate(zip(many, each_params, strict=True)):
+            for i, (prompt, prompt_params) in enumerate(zip(many, of_each, strict=True)):
                 try:
                     ids.append(self.add_request(None, prompt, prompt_params))
                 except ValueError as error:
@@ -179,18 +183,23 @@ class Engine:
 
     def chat(
         self,
-        messages: Sequence[Any],
+        messages: Iterable[Message] | Iterable[Iterable[Message]],
         params: Params | Iterable[Params] = None,
         *,
         progress: bool = True,
+        **options: Unpack[ChatOptions],
     ) -> list[RequestOutput]:
-        """Answer one chat (a list of messages with role and content) or several."""
-        chats = [messages] if is_single_prompt(messages) else messages
-        if others := [chat for chat in chats if not is_chat(chat)]:
-            raise ValueError(
-                f"a chat is a list of messages with role and content; got {others[0]!r:.80}"
-            )
-        return self.generate(messages, params, progress=progress)
+        """Answer one chat (a list of messages with role and content) or several.
+
+        options: tools, add_generation_prompt, continue_final_message, chat_template and
+            chat_template_kwargs, of all chats; `ChatOptions` describes each. `generate`, `stream`
+            and `add_request` take a chat with its options as a `ChatPrompt`.
+        """
+        chats: Any = as_list(messages)
+        if chats is None or is_chat(chats):
+            chats = [messages if chats is None else chats]
+        prompts = [{"messages": chat, **options} for chat in chats]
+        return self.generate(prompts, params, progress=progress)
 
     def stream(self, prompt: Prompt, params: Params = None) -> OutputStream:
         """Complete one prompt; iterate to get all of its output so far after every token.
