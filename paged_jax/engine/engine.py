@@ -17,6 +17,7 @@ import jax
 import numpy as np
 
 from paged_jax.config import EngineConfig
+from paged_jax.constraints.build import Constraints
 from paged_jax.engine.build import build, choose_attention, device_params
 from paged_jax.engine.chat import ChatOptions, Message, is_chat
 from paged_jax.engine.core import EngineCore
@@ -29,6 +30,7 @@ from paged_jax.engine.prompts import (
     check_request,
     encode,
     prompt_list,
+    truncate,
 )
 from paged_jax.engine.records import OnOutput, RequestRecord
 from paged_jax.executor.compilation import WarmUp, use_persistent_cache
@@ -44,6 +46,9 @@ from paged_jax.scheduling.checks import QueueFull
 from paged_jax.scheduling.request import Request
 from paged_jax.steps.logits import LogitsProcessor
 from pallas_kernels.extras import check_platforms
+
+# How a request is to be completed; a dict has the fields of SamplingParams, None its defaults.
+Params = SamplingParams | Mapping[str, Any] | None
 
 
 class Engine:
@@ -112,6 +117,9 @@ class Engine:
             self.close()
             raise
         self.tokenizer = loaded.tokenizer
+        self._constraints = Constraints(
+            self.tokenizer, self.config.vocab_size, self.config.eos_token_ids
+        )
         self.metrics_observer = Metrics(scheduler)
         self.core = EngineCore(
             scheduler,
@@ -141,7 +149,7 @@ class Engine:
     def generate(
         self,
         prompts: Prompt | Iterable[Prompt],
-        params: SamplingParams | Iterable[SamplingParams] | None = None,
+        params: Params | Iterable[Params] = None,
         *,
         progress: bool = True,
     ) -> list[RequestOutput]:
@@ -176,7 +184,7 @@ class Engine:
     def chat(
         self,
         messages: Iterable[Message] | Iterable[Iterable[Message]],
-        params: SamplingParams | Iterable[SamplingParams] | None = None,
+        params: Params | Iterable[Params] = None,
         *,
         progress: bool = True,
         **options: Unpack[ChatOptions],
@@ -193,7 +201,7 @@ class Engine:
         prompts = [{"messages": chat, **options} for chat in chats]
         return self.generate(prompts, params, progress=progress)
 
-    def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> OutputStream:
+    def stream(self, prompt: Prompt, params: Params = None) -> OutputStream:
         """Complete one prompt; iterate to get all of its output so far after every token.
 
         Several streams may be read in turns; each advances the engine when it has nothing to yield.
@@ -206,7 +214,7 @@ class Engine:
         self,
         request_id: str | None,
         prompt: Prompt,
-        params: SamplingParams | None = None,
+        params: Params = None,
         *,
         arrival_time: float | None = None,
         priority: int = 0,
@@ -216,6 +224,7 @@ class Engine:
     ) -> str:
         """Queue a request for `step`; returns its id, a new one if None was given.
 
+        params: also as a dict of their fields.
         arrival_time: in seconds on the engine's clock; None: now.
         priority: a lower one goes first, where the scheduling policy looks at priorities.
         timeout_s: the request ends so many seconds after its arrival, with the tokens it has.
@@ -227,10 +236,9 @@ class Engine:
         is full.
         """
         with self.core.telling_refusal():
-            params = SamplingParams() if params is None else params
-            if not isinstance(params, SamplingParams):
-                raise ValueError(f"params must be SamplingParams, got {params!r:.80}")
+            params = SamplingParams.of(params)
             text, token_ids = encode(prompt, self.tokenizer, self.config.vocab_size)
+            token_ids = truncate(token_ids, params, self.max_model_len)
             check_request(params, self.config, stream=stream)
             check_names(params.processor_names, self.logits_processors)
             check_call(
@@ -252,6 +260,7 @@ class Engine:
                 self._next_seed if params.seed is None else params.seed,
                 priority=int(priority),
                 deadline_s=None if timeout_s is None else arrival + float(timeout_s),
+                constraint=self._constraints.of(params),
             )
             record = RequestRecord.of(
                 request, text, self.tokenizer, streams=stream, on_output=on_output

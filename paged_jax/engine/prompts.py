@@ -103,6 +103,23 @@ def _encode_chat(
     return text, _checked(_tokenize(text, tokenizer, add_special_tokens=False), vocab_size)
 
 
+def truncate(
+    token_ids: tuple[int, ...], params: SamplingParams, max_model_len: int
+) -> tuple[int, ...]:
+    """The last tokens, as many as `truncate_prompt_tokens` keeps; ValueError if there are none."""
+    keep = params.truncate_prompt_tokens
+    if keep is None:
+        return token_ids
+    if keep == -1:
+        keep = max_model_len - (params.max_tokens or 1)
+        if keep < 1:
+            raise ValueError(
+                f"truncate_prompt_tokens -1: max_tokens {params.max_tokens} leaves no room for a "
+                f"prompt within max_model_len {max_model_len}"
+            )
+    return token_ids[-keep:]
+
+
 def _tokenize(text: str, tokenizer: Tokenizer, **options: bool) -> list[int]:
     try:
         text.encode()
@@ -130,10 +147,16 @@ def _checked(token_ids: Sequence[int], vocab_size: int) -> tuple[int, ...]:
 
 def check_request(params: SamplingParams, config: ModelConfig, *, stream: bool) -> None:
     """ValueError, with the value, for parameters that no step can serve."""
-    if outside := [t for t in params.stop_token_ids if t >= config.vocab_size]:
-        raise ValueError(
-            f"stop token {outside[0]} is outside the vocabulary of {config.vocab_size}"
-        )
+    named = {
+        "stop token": params.stop_token_ids,
+        "allowed token": params.allowed_token_ids or (),
+        "logit_bias of token": [token for token, _ in params.logit_biases],
+    }
+    for name, tokens in named.items():
+        if outside := [token for token in tokens if token >= config.vocab_size]:
+            raise ValueError(
+                f"{name} {outside[0]} is outside the vocabulary of {config.vocab_size}"
+            )
     if stream and (params.beam_width or params.num_sequences > params.n):
         raise ValueError(
             "beam_width and best_of do not stream: which sequences are best is known at the end"

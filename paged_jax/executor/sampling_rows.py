@@ -133,7 +133,7 @@ def token_biases(seqs: Seq[Sequence], num_rows: int) -> TokenBiases:
     values = np.zeros((num_rows, MAX_BIASES), np.float32)
     for row, seq in enumerate(seqs):
         params = seq.request.params
-        biases = params.logit_bias or {}
+        biases = dict(params.logit_biases)
         n = len(biases)
         tokens[row, :n] = list(biases)
         values[row, :n] = np.clip(list(biases.values()), -_MAX_FLOAT, _MAX_FLOAT)
