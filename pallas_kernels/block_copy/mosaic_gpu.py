@@ -13,6 +13,7 @@ from jax import Array, lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from pallas_kernels.derivatives import without_derivatives
 from pallas_kernels.mosaic import interpreter, load, refusal, row_layout, store
 from pallas_kernels.moves import NULL_BLOCK, MoveOptions
 
@@ -32,6 +33,7 @@ class Program(NamedTuple):
     move: Callable[[Any, Any], None]  # (source, target), references to so many rows
 
 
+@without_derivatives("a Mosaic GPU kernel")
 def copy(caches: Caches, sources: Array, targets: Array, *, options: MoveOptions) -> Caches:
     """Block targets[n] of each cache holds what sources[n] holds; both i32[N]."""
 
@@ -51,6 +53,7 @@ def copy(caches: Caches, sources: Array, targets: Array, *, options: MoveOptions
     return _contents(refs, caches)
 
 
+@without_derivatives("a Mosaic GPU kernel")
 def read(caches: Caches, blocks: Array, *, options: MoveOptions) -> Array:
     """Blocks i32[N] of L caches -> [N, L, Hk, S, D]."""
 
@@ -71,6 +74,7 @@ def read(caches: Caches, blocks: Array, *, options: MoveOptions) -> Array:
     return out.reshape(*shape[:2], *caches[0].shape[1:])
 
 
+@without_derivatives("a Mosaic GPU kernel")
 def write(caches: Caches, staged: Array, blocks: Array, *, options: MoveOptions) -> Caches:
     """Blocks i32[N] of L caches hold staged [N, L, Hk, S, D] afterwards."""
 

@@ -12,12 +12,14 @@ from jax import Array, lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from pallas_kernels.derivatives import without_derivatives
 from pallas_kernels.mosaic import interpreter, load, refusal, row_layout, store
 from pallas_kernels.moves import NULL_BLOCK, MoveOptions
 
 __all__ = ["refusal", "write"]
 
 
+@without_derivatives("a Mosaic GPU kernel")
 def write(
     k_cache: Array,  # [P, Hk, S, D]
     v_cache: Array,  # [P, Hk, S, D]

@@ -18,6 +18,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jax.experimental import pallas as pl
 
+from pallas_kernels.derivatives import without_derivatives
 from pallas_kernels.paged_attention.spec import AttentionOptions, AttentionResult, Call
 from pallas_kernels.paged_attention.splits import LOWEST, combine_splits
 from pallas_kernels.registry import Unsupported
@@ -100,6 +101,7 @@ def refusal(call: Call) -> str | None:
     return None
 
 
+@without_derivatives("a Triton kernel")
 def attend(
     q: Array,  # [B, T, Hq, D]
     k_cache: Array,  # [P, Hk, S, D]

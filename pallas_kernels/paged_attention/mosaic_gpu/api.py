@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from pallas_kernels import targets
+from pallas_kernels.derivatives import without_derivatives
 from pallas_kernels.paged_attention.spec import AttentionOptions, AttentionResult, Call
 
 from .copies import Blocks
@@ -34,6 +35,7 @@ def refusal(call: Call) -> str | None:
     return refused(call) or kernel_of(call, MmaProducts).misfit(call)
 
 
+@without_derivatives("a Mosaic GPU kernel")
 def attend(
     q: Array,  # [B, T, Hq, D]
     k_cache: Array,  # [P, Hk, S, D]
