@@ -60,10 +60,12 @@ def check_range(name: str, x: Any, stop: int, why: str, *, where: Any = True) ->
             raise ValueError(f"{name}{list(at)} is {x[at]}, not in 0 to {stop - 1}: {why}")
 
 
-def check_static(name: str, value: object, instead: str) -> None:
-    """ValueError for a traced value of an option, which must be known when the call is traced."""
-    if isinstance(value, jax.core.Tracer):
-        raise ValueError(f"{name} must be known when the call is traced, got {value}; {instead}")
+def check_static(options: object, **instead: str) -> None:
+    """ValueError for a traced field of options; `instead` says for a field what else to do."""
+    for name, value in vars(options).items():
+        if isinstance(value, jax.core.Tracer):
+            advice = instead.get(name, "name it in static_argnames of jax.jit, or close over it")
+            raise ValueError(f"{name} must be known when the call is traced; {advice}")
 
 
 def _check_rank(name: str, x: Any, axes: str) -> None:

@@ -2,16 +2,14 @@
 
 import functools
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any
 
 import jax
 
 from pallas_kernels.registry import Unsupported
 
-F = TypeVar("F", bound=Callable[..., Any])
 
-
-def without_derivatives(name: str) -> Callable[[F], F]:
+def without_derivatives[F: Callable[..., Any]](name: str) -> Callable[[F], F]:
     """Decorate a function of arrays, and of options by keyword, that JAX cannot differentiate.
 
     Where JAX would, `Unsupported` is raised; its own message is a bare assertion, or the name of
