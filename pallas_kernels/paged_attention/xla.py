@@ -49,7 +49,7 @@ def attend(
     return _attend(options, *arrays)
 
 
-@partial(jax.custom_jvp, nondiff_argnums=0)
+@partial(jax.custom_jvp, nondiff_argnums=(0,))
 def _attend(
     options: AttentionOptions,
     q: Array,
