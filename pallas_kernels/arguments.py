@@ -48,16 +48,19 @@ def as_indices(name: str, x: ArrayLike, axes: str) -> Array | np.ndarray:
     return x.astype(np.int32) if isinstance(x, np.ndarray) else jnp.asarray(x, jnp.int32)
 
 
-def check_range(name: str, x: Any, stop: int, why: str, *, where: Any = True) -> None:
-    """ValueError for an index that the host knows not to be in `range(stop)`.
+def check_range(name: str, x: Any, valid: range, why: str, *, where: Any = True) -> None:
+    """ValueError for an index that the host knows not to be in a range; `why` is its reason.
 
     What is traced, or on a device, is not looked at: that would cost a wait.
     """
-    if isinstance(x, np.ndarray) and isinstance(where, bool | np.ndarray):
-        outside = np.argwhere(where & ((x < 0) | (x >= stop)))
+    if isinstance(x, np.ndarray):
+        outside = np.argwhere(where & ((x < valid.start) | (x >= valid.stop)))
         if len(outside):
             at = tuple(outside[0].tolist())
-            raise ValueError(f"{name}{list(at)} is {x[at]}, not in 0 to {stop - 1}: {why}")
+            value = f"{x[at]}{' or more' if x[at] == _INT32.max else ''}"
+            raise ValueError(
+                f"{name}{list(at)} is {value}, not in {valid.start} to {valid.stop - 1}: {why}"
+            )
 
 
 def check_static(options: object, **instead: str) -> None:
@@ -76,4 +79,4 @@ def _check_rank(name: str, x: Any, axes: str) -> None:
 
 def _refuse(name: str, error: Exception) -> NoReturn:
     [reason, *_] = str(error).splitlines() or [type(error).__name__]
-    raise ValueError(f"{name} is not an array: {reason}") from error
+    raise ValueError(f"{name} is no array of numbers: {reason}") from error

@@ -134,10 +134,12 @@ def as_call(
             raise ValueError(f"{name} has {len(rows)} rows, q has {len(q)}")
     P, _, S, _ = k_cache.shape
     M = tables.shape[1]
-    check_range("context_lens", lens, M * S + 1, f"the tables have {M} blocks of {S} tokens")
+    width = f"the tables have {M} blocks of {S} tokens"
+    check_range("context_lens", lens, range(M * S + 1), width)
+    check_range("query_starts", starts, range(-q.shape[1], M * S + 1), width)
     if isinstance(lens, np.ndarray):
         used = np.arange(M) * S < lens[:, None]
-        check_range("block_tables", tables, P, f"the caches have {P} blocks", where=used)
+        check_range("block_tables", tables, range(P), f"the caches have {P} blocks", where=used)
     return q, k_cache, v_cache, *map(jnp.asarray, (tables, lens, starts))
 
 

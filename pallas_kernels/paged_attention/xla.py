@@ -70,6 +70,8 @@ def _attend(
     # not far fewer than there are rows.
     C = max(min(tile, max(4, B)), B // 4)
 
+    # A wrong context does not make the loop endless.
+    context_lens = jnp.minimum(context_lens, block_tables.shape[1] * S)
     first_chunk = jnp.zeros_like(context_lens)
     if options.sliding_window is not None:
         first_chunk = jnp.maximum(query_starts + 1 - options.sliding_window, 0) // chunk
