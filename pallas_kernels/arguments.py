@@ -3,6 +3,9 @@
 An implementation then sees jax arrays alone, and indices that are strongly typed int32.
 """
 
+import operator
+import reprlib
+from collections.abc import Callable
 from typing import Any, NoReturn
 
 import jax
@@ -11,6 +14,11 @@ import numpy as np
 from jax import Array
 from jax.typing import ArrayLike
 
+_KINDS: dict[type, tuple[Callable[[Any], Any], str]] = {
+    float: (float, "a number"),
+    int: (operator.index, "an integer"),
+    bool: (bool, "True or False"),
+}
 _INT32 = jnp.iinfo(jnp.int32)
 
 
@@ -63,12 +71,25 @@ def check_range(name: str, x: Any, valid: range, why: str, *, where: Any = True)
             )
 
 
-def check_static(options: object, **instead: str) -> None:
-    """ValueError for a traced field of options; `instead` says for a field what else to do."""
-    for name, value in vars(options).items():
-        if isinstance(value, jax.core.Tracer):
-            advice = instead.get(name, "name it in static_argnames of jax.jit, or close over it")
-            raise ValueError(f"{name} must be known when the call is traced; {advice}")
+def as_static(
+    options: object, name: str, kind: type, instead: str = "name it in static_argnames of jax.jit"
+) -> None:
+    """Make a field of frozen options None or Python's own float, int or bool.
+
+    Such a value has a hash, and no dtype that would promote others. ValueError for values of other
+    kinds, and for a traced one, as it must be known then; `instead` says what to do.
+    """
+    value = getattr(options, name)
+    if isinstance(value, jax.core.Tracer):
+        raise ValueError(f"{name} must be static, got a traced value; {instead}")
+    convert, kind_name = _KINDS[kind]
+    try:
+        if isinstance(value, str) or (kind is not bool and isinstance(value, bool)):
+            raise TypeError
+        object.__setattr__(options, name, None if value is None else convert(value))
+    except (TypeError, ValueError, OverflowError) as error:
+        shown = " ".join(reprlib.repr(value).split())
+        raise ValueError(f"{name} must be {kind_name}, got {shown}") from error
 
 
 def _check_rank(name: str, x: Any, axes: str) -> None:

@@ -1,35 +1,23 @@
 """Where an implementation has no derivatives: a refusal that says which one has."""
 
-import functools
-from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import jax
+from jax import Array
 
 from pallas_kernels.registry import Unsupported
 
 
-def without_derivatives[F: Callable[..., Any]](name: str) -> Callable[[F], F]:
-    """Decorate a function of arrays, and of options by keyword, that JAX cannot differentiate.
+@partial(jax.custom_jvp, nondiff_argnums=(0,))
+def without_derivatives(kernel: str, *arrays: Array) -> tuple[Array, ...]:
+    """The arrays, inputs of a kernel; `Unsupported` where JAX differentiates what becomes of them.
 
-    Where JAX would, `Unsupported` is raised; its own message is a bare assertion, or the name of
-    one of its primitives.
+    JAX itself stops at a bare assertion, or at the name of one of its primitives.
     """
+    return arrays
 
-    @jax.custom_jvp
-    def guarded(*arrays: Any) -> Any:
-        return arrays
 
-    @guarded.defjvp
-    def _(primals: Any, tangents: Any) -> Any:
-        raise Unsupported(f"{name} has no derivatives; differentiate impl='reference' or 'xla'")
-
-    def decorate(function: F) -> F:
-        @functools.wraps(function)
-        def wrapped(*arrays: Any, **options: Any) -> Any:
-            # The arguments are guarded, not the call: within it a kernel could not write in place.
-            return function(*guarded(*arrays), **options)
-
-        return wrapped  # type: ignore[return-value]
-
-    return decorate
+@without_derivatives.defjvp
+def _refuse(kernel: str, primals: Any, tangents: Any) -> Any:
+    raise Unsupported(f"{kernel} has no derivatives; differentiate impl='reference' or 'xla'")

@@ -12,7 +12,7 @@ from jax import Array
 from jax.typing import ArrayLike
 
 from pallas_kernels import targets
-from pallas_kernels.arguments import as_array, as_indices, check_range, check_static
+from pallas_kernels.arguments import as_array, as_indices, as_static, check_range
 from pallas_kernels.registry import Registry, Unsupported
 from pallas_kernels.targets import Target
 
@@ -33,7 +33,8 @@ class MoveOptions:
     detect_races: bool = False
 
     def __post_init__(self) -> None:
-        check_static(self)
+        as_static(self, "interpret", bool)
+        as_static(self, "detect_races", bool)
         if self.detect_races and not self.interpret:
             raise ValueError("detect_races=True needs interpret=True: the interpreter finds races")
 

@@ -36,9 +36,11 @@ class Registry(Mapping[str, str]):
         """The module of an implementation; ValueError for an unknown name."""
         if not isinstance(name, str):
             raise ValueError(f"{self.op} must be an implementation's name, got {name!r}")
+        if name == "auto":
+            raise ValueError(f"{self.op} 'auto' is no implementation; resolve it for a call first")
         path = self._modules.get(name, name)
         if not all(part.isidentifier() for part in path.split(".")) or "." not in path:
-            nearest = difflib.get_close_matches(name, self, n=1)
+            nearest = difflib.get_close_matches(name.lower(), self, n=1)
             hint = f" (did you mean {nearest[0]!r}?)" if nearest else ""
             raise ValueError(
                 f"unknown {self.op} {name!r}{hint}; choose one of auto, {', '.join(self)}, or "

@@ -14,7 +14,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.derivatives import without_derivatives
-from pallas_kernels.mosaic import interpreter, load, refusal, row_layout, store
+from pallas_kernels.mosaic import MOSAIC_GPU, interpreter, load, refusal, row_layout, store
 from pallas_kernels.moves import NULL_BLOCK, MoveOptions
 
 __all__ = ["copy", "read", "refusal", "write"]
@@ -33,9 +33,9 @@ class Program(NamedTuple):
     move: Callable[[Any, Any], None]  # (source, target), references to so many rows
 
 
-@without_derivatives("a Mosaic GPU kernel")
 def copy(caches: Caches, sources: Array, targets: Array, *, options: MoveOptions) -> Caches:
     """Block targets[n] of each cache holds what sources[n] holds; both i32[N]."""
+    caches = list(without_derivatives(MOSAIC_GPU, *caches))
 
     def body(program: Program, sources_ref: Any, targets_ref: Any, *cache_refs: Any) -> None:
         cache, n, rows, move = program
@@ -53,9 +53,9 @@ def copy(caches: Caches, sources: Array, targets: Array, *, options: MoveOptions
     return _contents(refs, caches)
 
 
-@without_derivatives("a Mosaic GPU kernel")
 def read(caches: Caches, blocks: Array, *, options: MoveOptions) -> Array:
     """Blocks i32[N] of L caches -> [N, L, Hk, S, D]."""
+    caches = list(without_derivatives(MOSAIC_GPU, *caches))
 
     def body(program: Program, blocks_ref: Any, *refs: Any) -> None:
         cache, n, rows, move = program
@@ -74,9 +74,9 @@ def read(caches: Caches, blocks: Array, *, options: MoveOptions) -> Array:
     return out.reshape(*shape[:2], *caches[0].shape[1:])
 
 
-@without_derivatives("a Mosaic GPU kernel")
 def write(caches: Caches, staged: Array, blocks: Array, *, options: MoveOptions) -> Caches:
     """Blocks i32[N] of L caches hold staged [N, L, Hk, S, D] afterwards."""
+    staged, *caches = without_derivatives(MOSAIC_GPU, staged, *caches)
 
     def body(program: Program, blocks_ref: Any, staged_ref: Any, *cache_refs: Any) -> None:
         cache, n, rows, move = program

@@ -1,19 +1,18 @@
 """A call of paged attention: its options, its shapes and their checks, its result."""
 
-import math
-import operator
-from collections.abc import Callable, Hashable
+from collections.abc import Hashable
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
 from jax.typing import ArrayLike
 
-from pallas_kernels.arguments import as_array, as_indices, check_range, check_static
+from pallas_kernels.arguments import as_array, as_indices, as_static, check_range
 from pallas_kernels.targets import Target
 
+LARGEST = float(jnp.finfo(jnp.float32).max)
 MAX_WINDOW = 2**30  # so that positions less a window are int32
 
 
@@ -38,35 +37,22 @@ class AttentionOptions:
     tuning: Hashable | None = None
 
     def __post_init__(self) -> None:
-        check_static(self, scale="multiply q by it and give scale=1")
-        scale = _number("scale", self.scale, float)
-        soft_cap, window = self.soft_cap, self.sliding_window
-        soft_cap = None if soft_cap is None else _number("soft_cap", soft_cap, float)
-        window = None if window is None else _number("sliding_window", window, operator.index)
-        if not math.isfinite(scale):
-            raise ValueError(f"scale must be finite, got {scale}")
-        if soft_cap is not None and not 0 < soft_cap < math.inf:
-            raise ValueError(f"soft_cap must be None or positive and finite, got {soft_cap}")
+        as_static(self, "scale", float, "multiply q by it and give scale=1")
+        as_static(self, "soft_cap", float)
+        as_static(self, "sliding_window", int)
+        as_static(self, "interpret", bool)
+        as_static(self, "detect_races", bool)
+        scale, soft_cap, window = self.scale, self.soft_cap, self.sliding_window
+        if scale is None or not abs(scale) <= LARGEST:
+            raise ValueError(f"scale must be a finite float32, got {scale}")
+        if soft_cap is not None and not 0 < soft_cap <= LARGEST:
+            raise ValueError(f"soft_cap must be None or a positive float32, got {soft_cap}")
         if window is not None and not 1 <= window <= MAX_WINDOW:
             raise ValueError(
                 f"sliding_window must be None (all tokens) or 1 to {MAX_WINDOW}, got {window}"
             )
         if self.detect_races and not self.interpret:
             raise ValueError("detect_races=True needs interpret=True: the interpreter finds races")
-        # Numbers of numpy and of JAX become Python's: they neither promote dtypes nor lack a hash.
-        object.__setattr__(self, "scale", scale)
-        object.__setattr__(self, "soft_cap", soft_cap)
-        object.__setattr__(self, "sliding_window", window)
-
-
-def _number[N: (int, float)](name: str, value: Any, kind: Callable[[Any], N]) -> N:
-    try:
-        if isinstance(value, str | bool):
-            raise TypeError
-        return kind(value)
-    except (TypeError, ValueError, OverflowError) as error:
-        wanted = "a number" if kind is float else "an integer"
-        raise ValueError(f"{name} must be {wanted}, got {value!r}") from error
 
 
 @dataclass(frozen=True)
@@ -127,20 +113,33 @@ def as_call(
     if k_cache.shape[3] < q.shape[3]:
         raise ValueError(f"q has head size {q.shape[3]}, the cache only {k_cache.shape[3]}")
     tables = as_indices("block_tables", block_tables, "[B, M]")
-    lens = as_indices("context_lens", context_lens, "[B]")
-    starts = as_indices("query_starts", query_starts, "[B]")
-    for name, rows in (("block_tables", tables), ("context_lens", lens), ("query_starts", starts)):
-        if len(rows) != len(q):
-            raise ValueError(f"{name} has {len(rows)} rows, q has {len(q)}")
+    B, T, _, _ = q.shape
     P, _, S, _ = k_cache.shape
     M = tables.shape[1]
-    width = f"the tables have {M} blocks of {S} tokens"
-    check_range("context_lens", lens, range(M * S + 1), width)
-    check_range("query_starts", starts, range(-q.shape[1], M * S + 1), width)
+    if len(tables) != B:
+        raise ValueError(f"block_tables has {len(tables)} rows, q has {B}")
+    lens, starts = as_rows(B, T, M * S, context_lens, query_starts)
     if isinstance(lens, np.ndarray):
         used = np.arange(M) * S < lens[:, None]
         check_range("block_tables", tables, range(P), f"the caches have {P} blocks", where=used)
     return q, k_cache, v_cache, *map(jnp.asarray, (tables, lens, starts))
+
+
+def as_rows(
+    B: int, T: int, tokens: int, context_lens: ArrayLike, query_starts: ArrayLike
+) -> list[Array | np.ndarray]:
+    """context_lens and query_starts as `i32[B]`, of T queries in room for so many tokens a row.
+
+    ValueError for others, and for values out of range where the host knows them.
+    """
+    rows: list[Array | np.ndarray] = []
+    for name, x, first in (("context_lens", context_lens, 0), ("query_starts", query_starts, -T)):
+        indices = as_indices(name, x, "[B]")
+        if len(indices) != B:
+            raise ValueError(f"{name} has {len(indices)} rows, q has {B}")
+        check_range(name, indices, range(first, tokens + 1), f"a row has room for {tokens} tokens")
+        rows.append(indices)
+    return rows
 
 
 def check_floats(q: Array, **caches: Array) -> None:

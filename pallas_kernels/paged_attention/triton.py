@@ -101,7 +101,6 @@ def refusal(call: Call) -> str | None:
     return None
 
 
-@without_derivatives("a Triton kernel")
 def attend(
     q: Array,  # [B, T, Hq, D]
     k_cache: Array,  # [P, Hk, S, D]
@@ -113,6 +112,7 @@ def attend(
     options: AttentionOptions,
 ) -> AttentionResult:
     """Query t of row b, at position query_starts[b] + t, sees what stands at or before it."""
+    q, k_cache, v_cache = without_derivatives("a Pallas Triton kernel", q, k_cache, v_cache)
     B, T, Hq, D = q.shape
     P, Hk, S, _ = k_cache.shape
     M = block_tables.shape[1]

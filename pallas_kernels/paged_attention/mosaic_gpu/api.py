@@ -11,7 +11,6 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from pallas_kernels import targets
-from pallas_kernels.derivatives import without_derivatives
 from pallas_kernels.paged_attention.spec import AttentionOptions, AttentionResult, Call
 
 from .copies import Blocks
@@ -35,7 +34,6 @@ def refusal(call: Call) -> str | None:
     return refused(call) or kernel_of(call, MmaProducts).misfit(call)
 
 
-@without_derivatives("a Mosaic GPU kernel")
 def attend(
     q: Array,  # [B, T, Hq, D]
     k_cache: Array,  # [P, Hk, S, D]
