@@ -56,19 +56,20 @@ def as_indices(name: str, x: ArrayLike, axes: str) -> Array | np.ndarray:
     return x.astype(np.int32) if isinstance(x, np.ndarray) else jnp.asarray(x, jnp.int32)
 
 
-def check_range(name: str, x: Any, valid: range, why: str, *, where: Any = True) -> None:
-    """ValueError for an index that the host knows not to be in a range; `why` is its reason.
+def check_range(
+    name: str, x: Any, stop: int, why: str, *, least: int = 0, where: Any = True
+) -> None:
+    """ValueError for an index that the host knows not to be from `least` to below `stop`.
 
     What is traced, or on a device, is not looked at: that would cost a wait.
     """
     if isinstance(x, np.ndarray):
-        outside = np.argwhere(where & ((x < valid.start) | (x >= valid.stop)))
+        outside = np.argwhere(where & ((x < least) | (x >= stop)))
         if len(outside):
             at = tuple(outside[0].tolist())
             value = f"{x[at]}{' or more' if x[at] == _INT32.max else ''}"
-            raise ValueError(
-                f"{name}{list(at)} is {value}, not in {valid.start} to {valid.stop - 1}: {why}"
-            )
+            side = f"below {least}" if x[at] < least else f"above {stop - 1}"
+            raise ValueError(f"{name}{list(at)} is {value}, {side}: {why}")
 
 
 def as_static(

@@ -84,8 +84,8 @@ def as_caches(caches: Iterable[ArrayLike]) -> list[Array]:
     return arrays
 
 
-def as_numbers(name: str, numbers: ArrayLike, valid: range, why: str) -> Array:
+def as_numbers(name: str, numbers: ArrayLike, stop: int, why: str) -> Array:
     """Numbers of slots or blocks as `i32[N]`; ValueError for other arrays, and as `check_range`."""
     indices = as_indices(name, numbers, "[N]")
-    check_range(name, indices, valid, why)
+    check_range(name, indices, stop, why)
     return jnp.asarray(indices)

@@ -113,7 +113,7 @@ def write_blocks(
 
 def _block_numbers(name: str, numbers: ArrayLike, caches: list[Array]) -> Array:
     P = len(caches[0])
-    return as_numbers(name, numbers, range(P), f"the caches have {P} blocks")
+    return as_numbers(name, numbers, P, f"the caches have {P} blocks")
 
 
 def _module(impl: str, caches: list[Array], blocks: Array, options: MoveOptions) -> ModuleType:

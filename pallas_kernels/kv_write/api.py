@@ -48,7 +48,7 @@ def write_kv(
     k_cache, v_cache = caches = as_caches([k_cache, v_cache])
     P, Hk, S, cache_D = k_cache.shape
     k, v = as_array("k", k, "[N, Hk, D]"), as_array("v", v, "[N, Hk, D]")
-    slots = as_numbers("slots", slots, range(P * S), f"the caches have {P} blocks of {S} slots")
+    slots = as_numbers("slots", slots, P * S, f"the caches have {P} blocks of {S} slots")
     if k.shape != v.shape or k.shape[:2] != (len(slots), Hk):
         raise ValueError(
             f"k and v must be [{len(slots)}, {Hk}, D] for {len(slots)} slots and {Hk} KV heads, "

@@ -113,31 +113,36 @@ def as_call(
     if k_cache.shape[3] < q.shape[3]:
         raise ValueError(f"q has head size {q.shape[3]}, the cache only {k_cache.shape[3]}")
     tables = as_indices("block_tables", block_tables, "[B, M]")
-    B, T, _, _ = q.shape
+    B = len(q)
     P, _, S, _ = k_cache.shape
     M = tables.shape[1]
     if len(tables) != B:
         raise ValueError(f"block_tables has {len(tables)} rows, q has {B}")
-    lens, starts = as_rows(B, T, M * S, context_lens, query_starts)
+    lens, starts = as_rows(B, M * S, context_lens, query_starts)
     if isinstance(lens, np.ndarray):
         used = np.arange(M) * S < lens[:, None]
-        check_range("block_tables", tables, range(P), f"the caches have {P} blocks", where=used)
+        check_range("block_tables", tables, P, f"the caches have {P} blocks", where=used)
     return q, k_cache, v_cache, *map(jnp.asarray, (tables, lens, starts))
 
 
 def as_rows(
-    B: int, T: int, tokens: int, context_lens: ArrayLike, query_starts: ArrayLike
+    B: int, tokens: int, context_lens: ArrayLike, query_starts: ArrayLike
 ) -> list[Array | np.ndarray]:
-    """context_lens and query_starts as `i32[B]`, of T queries in room for so many tokens a row.
+    """context_lens and query_starts as `i32[B]`, of rows with room for so many tokens.
 
     ValueError for others, and for values out of range where the host knows them.
     """
     rows: list[Array | np.ndarray] = []
-    for name, x, first in (("context_lens", context_lens, 0), ("query_starts", query_starts, -T)):
+    padding = -(2**31)  # rows of padding may begin before position 0
+    for name, x, least in (
+        ("context_lens", context_lens, 0),
+        ("query_starts", query_starts, padding),
+    ):
         indices = as_indices(name, x, "[B]")
         if len(indices) != B:
             raise ValueError(f"{name} has {len(indices)} rows, q has {B}")
-        check_range(name, indices, range(first, tokens + 1), f"a row has room for {tokens} tokens")
+        room = f"a row has room for {tokens} tokens"
+        check_range(name, indices, tokens + 1, room, least=least)
         rows.append(indices)
     return rows
 

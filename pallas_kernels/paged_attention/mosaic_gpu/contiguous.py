@@ -72,7 +72,7 @@ def contiguous_attention(
     _, Hk, L, _ = k.shape
     if (len(k), k.shape[3]) != (B, D):
         raise ValueError(f"k {k.shape} must have the {B} rows and the head size {D} of q")
-    lens, starts = map(jnp.asarray, as_rows(B, T, L, context_lens, query_starts))
+    lens, starts = map(jnp.asarray, as_rows(B, L, context_lens, query_starts))
     if block_size < 1 or L % block_size:
         raise ValueError(f"caches of {L} tokens are no multiple of blocks of {block_size}")
     M = L // block_size
