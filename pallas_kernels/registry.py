@@ -1,5 +1,6 @@
 """Implementations of an op, by name: what a researcher extends with a line."""
 
+import difflib
 import importlib
 from collections.abc import Iterator, Mapping
 from types import ModuleType
@@ -17,9 +18,10 @@ class Registry(Mapping[str, str]):
     that name: a kernel under work needs no registration.
     """
 
-    def __init__(self, op: str, modules: dict[str, str]):
+    def __init__(self, op: str, modules: dict[str, str], functions: tuple[str, ...]):
         self.op = op
         self._modules = modules
+        self._functions = functions  # that every module has
 
     def __getitem__(self, name: str) -> str:
         return self._modules[name]
@@ -32,10 +34,24 @@ class Registry(Mapping[str, str]):
 
     def module(self, name: str) -> ModuleType:
         """The module of an implementation; ValueError for an unknown name."""
+        if not isinstance(name, str):
+            raise ValueError(f"{self.op} must be an implementation's name, got {name!r}")
+        if name == "auto":
+            raise ValueError(f"{self.op} 'auto' is no implementation; resolve it for a call first")
         path = self._modules.get(name, name)
-        if "." not in path:
+        if not all(part.isidentifier() for part in path.split(".")) or "." not in path:
+            nearest = difflib.get_close_matches(name.lower(), self, n=1)
+            hint = f" (did you mean {nearest[0]!r}?)" if nearest else ""
             raise ValueError(
-                f"unknown {self.op} {name!r}; choose one of auto, {', '.join(self)}, or name a "
-                "module"
+                f"unknown {self.op} {name!r}{hint}; choose one of auto, {', '.join(self)}, or "
+                "name a module"
             )
-        return importlib.import_module(path)
+        try:
+            module = importlib.import_module(path)
+        except ModuleNotFoundError as error:
+            if not f"{path}.".startswith(f"{error.name}."):
+                raise  # the module is there, what it imports is not
+            raise ValueError(f"unknown {self.op} {name!r}: there is no such module") from error
+        if missing := [function for function in self._functions if not hasattr(module, function)]:
+            raise ValueError(f"{self.op} {name!r} has no function {', '.join(missing)}")
+        return module

@@ -14,9 +14,12 @@ Each raises ValueError for shapes that do not fit, `Unsupported` for what `impl`
 from collections.abc import Sequence
 from types import ModuleType
 
+import jax.numpy as jnp
 from jax import Array
+from jax.typing import ArrayLike
 
-from pallas_kernels.moves import MoveCall, MoveOptions, check_caches, check_indices, resolve_move
+from pallas_kernels.arguments import as_array
+from pallas_kernels.moves import MoveCall, MoveOptions, as_caches, as_numbers, resolve_move
 from pallas_kernels.registry import Registry
 
 IMPLEMENTATIONS = Registry(
@@ -26,13 +29,14 @@ IMPLEMENTATIONS = Registry(
         "xla": "pallas_kernels.block_copy.xla",
         "mosaic_gpu": "pallas_kernels.block_copy.mosaic_gpu",
     },
+    functions=("copy", "read", "write"),
 )
 
 
 def copy_blocks(
-    caches: Sequence[Array],
-    sources: Array,
-    targets: Array,
+    caches: Sequence[ArrayLike],
+    sources: ArrayLike,
+    targets: ArrayLike,
     *,
     impl: str = "auto",
     interpret: bool = False,
@@ -42,21 +46,22 @@ def copy_blocks(
 
     No block is both source and target, nor target twice, except the null block. Returns the caches.
     """
-    caches = list(caches)
-    check_caches(caches)
-    check_indices("sources", sources)
-    check_indices("targets", targets)
+    caches = as_caches(caches)
+    sources = _block_numbers("sources", sources, caches)
+    targets = _block_numbers("targets", targets, caches)
     if len(sources) != len(targets):
         raise ValueError(f"{len(sources)} sources, but {len(targets)} targets")
     options = MoveOptions(interpret, detect_races)
     module = _module(impl, caches, targets, options)
+    if not len(targets):
+        return caches
     copied: list[Array] = module.copy(caches, sources, targets, options=options)
     return copied
 
 
 def read_blocks(
-    caches: Sequence[Array],
-    blocks: Array,
+    caches: Sequence[ArrayLike],
+    blocks: ArrayLike,
     *,
     impl: str = "auto",
     interpret: bool = False,
@@ -66,19 +71,20 @@ def read_blocks(
 
     Each block is contiguous in it, with all layers.
     """
-    caches = list(caches)
-    check_caches(caches)
-    check_indices("blocks", blocks)
+    caches = as_caches(caches)
+    blocks = _block_numbers("blocks", blocks, caches)
     options = MoveOptions(interpret, detect_races)
     module = _module(impl, caches, blocks, options)
+    if not len(blocks):
+        return jnp.zeros((0, len(caches), *caches[0].shape[1:]), caches[0].dtype)
     staged: Array = module.read(caches, blocks, options=options)
     return staged
 
 
 def write_blocks(
-    caches: Sequence[Array],
-    staged: Array,
-    blocks: Array,
+    caches: Sequence[ArrayLike],
+    staged: ArrayLike,
+    blocks: ArrayLike,
     *,
     impl: str = "auto",
     interpret: bool = False,
@@ -88,9 +94,9 @@ def write_blocks(
 
     Blocks are distinct except the null block. Returns the caches.
     """
-    caches = list(caches)
-    check_caches(caches)
-    check_indices("blocks", blocks)
+    caches = as_caches(caches)
+    blocks = _block_numbers("blocks", blocks, caches)
+    staged = as_array("staged", staged, "[N, L, Hk, S, D]")
     expected = (len(blocks), len(caches), *caches[0].shape[1:])
     if staged.shape != expected or staged.dtype != caches[0].dtype:
         raise ValueError(
@@ -99,8 +105,15 @@ def write_blocks(
         )
     options = MoveOptions(interpret, detect_races)
     module = _module(impl, caches, blocks, options)
+    if not len(blocks):
+        return caches
     written: list[Array] = module.write(caches, staged, blocks, options=options)
     return written
+
+
+def _block_numbers(name: str, numbers: ArrayLike, caches: list[Array]) -> Array:
+    P = len(caches[0])
+    return as_numbers(name, numbers, P, f"the caches have {P} blocks")
 
 
 def _module(impl: str, caches: list[Array], blocks: Array, options: MoveOptions) -> ModuleType:

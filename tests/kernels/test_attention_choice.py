@@ -11,6 +11,7 @@ from pallas_kernels.paged_attention import (
     AttentionOptions,
     Call,
     Unsupported,
+    cache_head_size,
     choose,
     paged_prefill_attention,
     resolve,
@@ -134,6 +135,38 @@ def test_a_name_is_what_it_says_or_unknown():
     assert resolve("auto", call()) in IMPLEMENTATIONS
     with pytest.raises(ValueError, match=r"unknown attention 'flash'.*reference"):
         resolve("flash", call())
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        (
+            "Tritn",
+            r"unknown attention 'Tritn' \(did you mean 'triton'\?\); choose one of auto, ref",
+        ),
+        ("no.such.kernel", "unknown attention 'no.such.kernel': there is no such module"),
+        (".triton", r"unknown attention '.triton' \(did you mean 'triton'\?\)"),
+        ("os.path", "attention 'os.path' has no function attend"),
+        (None, "attention must be an implementation's name, got None"),
+        (["xla"], r"attention must be an implementation's name, got \['xla'\]"),
+    ],
+)
+def test_what_names_no_implementation_is_refused_with_those_there_are(name, message):
+    with pytest.raises(ValueError, match=message):
+        resolve(name, call())
+
+
+def test_a_module_that_lacks_another_one_says_which(tmp_path, monkeypatch):
+    (tmp_path / "lacking").mkdir()
+    (tmp_path / "lacking" / "kernel.py").write_text("import no_such_library")
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(ModuleNotFoundError, match="no_such_library"):
+        resolve("lacking.kernel", call())
+
+
+def test_auto_is_the_name_of_no_implementation():
+    with pytest.raises(ValueError, match="attention 'auto' is no implementation"):
+        cache_head_size("auto", 80)
 
 
 @pytest.mark.parametrize("impl", ["auto", "reference", "xla", "gather_sdpa", "mosaic_gpu"])
