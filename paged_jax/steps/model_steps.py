@@ -15,11 +15,13 @@ from paged_jax.models.params import Params, bind
 from paged_jax.steps.attention import DecodeIndex, PagedAttention, PrefillIndex
 from paged_jax.steps.kv_cache import PagedKVCache, copy_blocks, slots_of
 from paged_jax.steps.sampling import Sampled, SamplingBatch, log_probabilities, sample
+from pallas_kernels.numerics import default_numerics
 
 NUM_LOGPROBS = 20  # most likely tokens that a step reports where any row asks for them
 
 
 @partial(jax.jit, static_argnames=("config", "attention"), donate_argnames=("cache",))
+@default_numerics()
 def decode_step(
     params: Params,
     cache: PagedKVCache,
@@ -46,6 +48,7 @@ def decode_step(
 
 
 @partial(jax.jit, static_argnames=("config", "attention"), donate_argnames=("cache",))
+@default_numerics()
 def prefill_step(
     params: Params,
     cache: PagedKVCache,
@@ -68,6 +71,7 @@ def prefill_step(
 
 
 @partial(jax.jit, static_argnames=("config",))
+@default_numerics()
 def head_step(
     params: Params,
     hidden: Array,  # [L, E], from prefill_step
@@ -83,6 +87,7 @@ def head_step(
 
 
 @partial(jax.jit, static_argnames=("config",))
+@default_numerics()
 def score_step(
     params: Params,
     hidden: Array,  # [N, E], from prefill_step

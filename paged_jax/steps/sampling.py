@@ -132,7 +132,9 @@ def _draw(logits: Array, index: Array, batch: SamplingBatch) -> Array:
     def noise(seed: Array, index: Array) -> Array:  # the same under all of JAX's settings
         key = jax.random.wrap_key_data(jnp.stack([jnp.uint32(0), seed]), impl="threefry2x32")
         with jax.threefry_partitionable(True):
-            return jax.random.gumbel(jax.random.fold_in(key, index), logits.shape[1:], jnp.float32)
+            return jax.random.gumbel(
+                jax.random.fold_in(key, index), logits.shape[1:], jnp.float32, "low"
+            )
 
     noisy = scaled + jax.vmap(noise)(jnp.asarray(batch.seed), index)
     return jnp.argmax(noisy, axis=-1).astype(jnp.int32)

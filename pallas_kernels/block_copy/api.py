@@ -17,6 +17,7 @@ from types import ModuleType
 from jax import Array
 
 from pallas_kernels.moves import MoveCall, MoveOptions, check_caches, check_indices, resolve_move
+from pallas_kernels.numerics import default_numerics
 from pallas_kernels.registry import Registry
 
 IMPLEMENTATIONS = Registry(
@@ -29,6 +30,7 @@ IMPLEMENTATIONS = Registry(
 )
 
 
+@default_numerics()
 def copy_blocks(
     caches: Sequence[Array],
     sources: Array,
@@ -54,6 +56,7 @@ def copy_blocks(
     return copied
 
 
+@default_numerics()
 def read_blocks(
     caches: Sequence[Array],
     blocks: Array,
@@ -75,6 +78,7 @@ def read_blocks(
     return staged
 
 
+@default_numerics()
 def write_blocks(
     caches: Sequence[Array],
     staged: Array,

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from pallas_kernels.moves import MoveCall, MoveOptions, check_caches, check_indices, resolve_move
+from pallas_kernels.numerics import default_numerics
 from pallas_kernels.registry import Registry
 
 IMPLEMENTATIONS = Registry(
@@ -21,6 +22,7 @@ IMPLEMENTATIONS = Registry(
 )
 
 
+@default_numerics()
 def write_kv(
     k_cache: Array,
     v_cache: Array,

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from pallas_kernels import targets
+from pallas_kernels.numerics import default_numerics
 from pallas_kernels.paged_attention.spec import AttentionOptions, AttentionResult, Call, check_call
 from pallas_kernels.registry import Registry, Unsupported
 
@@ -101,6 +102,7 @@ def cache_head_size(impl: str, head_size: int) -> int:
     return head_size if widen is None else widen(head_size)
 
 
+@default_numerics()
 def paged_prefill_attention(
     q: Array,
     k_cache: Array,
@@ -141,6 +143,7 @@ def paged_prefill_attention(
     return result._replace(out=result.out[..., :D])
 
 
+@default_numerics()
 def paged_attention(
     q: Array,
     k_cache: Array,
