@@ -53,7 +53,7 @@ class WarmUp:
 
     def cancel(self) -> None:
         """Compile no function that no thread has begun."""
-        for job in self._jobs.values():
+        for job in list(self._jobs.values()):  # another thread may be in `wait`
             job.cancel()
 
 
