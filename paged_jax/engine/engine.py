@@ -30,6 +30,7 @@ from paged_jax.engine.prompts import (
 from paged_jax.engine.records import OnOutput, RequestRecord
 from paged_jax.engine.turn import in_turn
 from paged_jax.executor.compilation import WarmUp, use_persistent_cache
+from paged_jax.executor.settings import check_settings
 from paged_jax.loading import LoadedModel, load_config, load_model
 from paged_jax.loading.weights import weight_dtype
 from paged_jax.memory.policies import PAGED
@@ -69,6 +70,7 @@ class Engine:
         **options: Any,
     ):
         check_platforms()
+        check_settings()
         given = EngineConfig.of(options)
         self.config = model.config if isinstance(model, LoadedModel) else load_config(model)
         self.options = resolved = given.resolved(
