@@ -33,7 +33,9 @@ from paged_jax.engine.prompts import (
     truncate,
 )
 from paged_jax.engine.records import OnOutput, RequestRecord
+from paged_jax.engine.turn import in_turn
 from paged_jax.executor.compilation import WarmUp, use_persistent_cache
+from paged_jax.executor.settings import check_settings
 from paged_jax.loading import LoadedModel, load_config, load_model
 from paged_jax.loading.weights import weight_dtype
 from paged_jax.memory.policies import PAGED
@@ -55,7 +57,9 @@ class Engine:
     """Serves a model: continuous batching over a paged KV cache on JAX's default device.
 
     Requests come in by `generate`, `chat`, `stream` or `add_request`. The caller that waits for an
-    output advances the engine, an iteration at a time. An engine belongs to one thread.
+    output advances the engine, an iteration at a time. An engine has one thread at a time, which is
+    free to change while no request is left; a call from another raises RuntimeError. Any thread may
+    ask for `metrics` and call `close`.
 
     model: "smollm2" (the packaged model), a Hugging Face directory or a .gguf file; or a
         `LoadedModel`.
@@ -80,6 +84,7 @@ class Engine:
         **options: Any,
     ):
         check_platforms()
+        check_settings()
         given = EngineConfig.of(options)
         self.config = model.config if isinstance(model, LoadedModel) else load_config(model)
         self.options = resolved = given.resolved(
@@ -129,8 +134,10 @@ class Engine:
             is_pipelined=self.pipelined,
         )
         self._delivery = Delivery(self.core, self.tokenizer)
+        self._turn = self._delivery.turn
         self._numbers = itertools.count()
 
+    @in_turn
     def warm_up(self, *, wait: bool = True, progress: bool = True) -> None:
         """Compile every step, or load it from JAX's persistent cache; return once all are there.
 
@@ -146,6 +153,7 @@ class Engine:
         if self.executor.warm_up is not None:
             self.executor.warm_up.cancel()
 
+    @in_turn
     def generate(
         self,
         prompts: Prompt | Iterable[Prompt],
@@ -201,6 +209,7 @@ class Engine:
         prompts = [{"messages": chat, **options} for chat in chats]
         return self.generate(prompts, params, progress=progress)
 
+    @in_turn
     def stream(self, prompt: Prompt, params: Params = None) -> OutputStream:
         """Complete one prompt; iterate to get all of its output so far after every token.
 
@@ -210,6 +219,7 @@ class Engine:
         request_id = self.add_request(None, prompt, params, stream=True)
         return OutputStream(request_id, self._delivery)
 
+    @in_turn
     def add_request(
         self,
         request_id: str | None,
@@ -281,6 +291,7 @@ class Engine:
         """Whether a request waits or runs, or has an output that `step` hands over."""
         return self.core.scheduler.has_work or self._delivery.has_outputs
 
+    @in_turn
     def step(self) -> list[RequestOutput]:
         """One iteration; returns outputs of requests that `add_request` has added.
 
@@ -291,6 +302,7 @@ class Engine:
         self._delivery.advance()
         return self._delivery.take_outbox()
 
+    @in_turn
     def abort(self, request_id: str) -> RequestOutput | None:
         """End a request in any state; returns its last output, None if there is no such request.
 
@@ -298,6 +310,7 @@ class Engine:
         """
         return self._delivery.abort(request_id)
 
+    @in_turn
     def pin_prefix(self, prompt: Prompt, *, cache_salt: str | None = None) -> int:
         """Compute the beginning of later prompts and keep it; returns how many tokens are kept.
 
@@ -315,6 +328,7 @@ class Engine:
             raise RuntimeError(f"the prefix could not be computed: {output.error}")
         return self.core.scheduler.pin(token_ids, cache_salt)
 
+    @in_turn
     def unpin_prefix(self, prompt: Prompt, *, cache_salt: str | None = None) -> None:
         """Let go of a pinned prefix, given as to `pin_prefix`; KeyError if it is not pinned."""
         _, token_ids = encode(prompt, self.tokenizer, self.config.vocab_size)

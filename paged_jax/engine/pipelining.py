@@ -123,8 +123,8 @@ def live_rows(batch: ScheduledBatch, result: StepResult) -> tuple[list[Sequence]
 # After a step that raised
 
 
-def recover(scheduler: Scheduler, executor: Executor) -> None:
-    """Make the next plan do the work of an iteration that raised.
+def recover(scheduler: Scheduler, executor: Executor) -> bool:
+    """Make the next plan do the work of an iteration that raised; returns if the cache was lost.
 
     The cache is donated to each step, so a step that fails may lose it. The scheduler then plans
     all tokens again, except those whose blocks are swapped out.
@@ -132,16 +132,16 @@ def recover(scheduler: Scheduler, executor: Executor) -> None:
     is_lost = executor.cache_is_lost
     num_pinned = scheduler.memory.num_pinned_blocks
     scheduler.recover(cache_lost=is_lost)
-    if not is_lost:
-        return
-    executor.reset_cache()
-    if num_pinned:
+    if is_lost:
+        executor.reset_cache()
+    if is_lost and num_pinned:
         warnings.warn(
             f"the KV cache was lost, and with it the pinned prefixes in {num_pinned} blocks: pin "
             "them again",
             RuntimeWarning,
             stacklevel=2,
         )
+    return is_lost
 
 
 def carry_over(failed: ScheduledBatch, batch: ScheduledBatch) -> None:

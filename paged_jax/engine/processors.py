@@ -8,6 +8,7 @@ import jax.numpy as jnp
 
 from paged_jax.outputs import error_text
 from paged_jax.steps.logits import LogitsProcessor
+from pallas_kernels.numerics import default_numerics
 
 
 def check_processors(processors: Any, vocab_size: int, max_model_len: int) -> None:
@@ -23,7 +24,8 @@ def check_processors(processors: Any, vocab_size: int, max_model_len: int) -> No
         what = f"logits processor {name!r}"
         try:
             hash(function)  # steps are compiled for it
-            result = jax.eval_shape(function, logits, token_ids, number, number)
+            with default_numerics():
+                result = jax.eval_shape(function, logits, token_ids, number, number)
         except Exception as error:
             raise ValueError(
                 f"{what} cannot be called with (logits f32[{vocab_size}], token_ids "

@@ -23,6 +23,7 @@ from paged_jax.executor.interface import StepResult
 from paged_jax.executor.pending import SCORE_ROWS, PendingSteps, prompt_logprobs
 from paged_jax.executor.prefill_arrays import PrefillArrays, PrefillShape, prefill_arrays
 from paged_jax.executor.sampling_rows import SamplingArrays, sampling_rows, token_masks
+from paged_jax.executor.settings import current_device
 from paged_jax.executor.swap_pool import BlockMoves, SwapPool, read_step, write_step
 from paged_jax.memory.interface import MemoryManager
 from paged_jax.models.config import ModelConfig
@@ -71,6 +72,7 @@ class JaxExecutor:
         self.params: Params = {}
         self.cache = cache
         self.warm_up: WarmUp | None = None
+        self._on_device = current_device()  # steps run on it, whatever is the default then
         self._memory = memory
         self._max_prefill_seqs = max_prefill_seqs = options.max_prefill_seqs
         max_num_seqs = options.max_num_seqs
@@ -105,7 +107,10 @@ class JaxExecutor:
         after: the iteration before, if the host does not have its tokens yet. The batch decodes
             these tokens, which then go from step to step on the device.
         """
-        config = self._static["config"]
+        with self._on_device():
+            return self._dispatch(batch, after)
+
+    def _dispatch(self, batch: ScheduledBatch, after: PendingSteps | None) -> PendingSteps:
         first_seqs = list(batch.first_sampled())
         if batch.resumed or batch.swap_outs or batch.swap_ins:
             # Tables are others than before, perhaps in an iteration that has not been dispatched.
@@ -148,11 +153,15 @@ class JaxExecutor:
                 )
                 steps.append((first_seqs, sampled))
             if scores:
-                step = partial(score_step, self.params, config=config)
-                score = partial(prompt_logprobs, batch.prefills, hidden, step)
+                score = partial(self._score, batch.prefills, hidden)
         return PendingSteps(
             steps, last, score, start_s=start, swap_s=swap_s, after=after, errors=errors
         )
+
+    def _score(self, chunks: list[PrefillChunk], hidden: jax.Array) -> list[list[TokenLogprobs]]:
+        step = partial(score_step, self.params, config=self._static["config"])
+        with self._on_device():
+            return prompt_logprobs(chunks, hidden, step)
 
     def _swap(self, outs: list[BlockMoves], ins: list[BlockMoves]) -> None:
         """Move blocks to host memory, then others from there, and wait for the moves."""
@@ -184,8 +193,9 @@ class JaxExecutor:
         """Start again with an empty cache of the same shape."""
         # The old cache goes first: there may be no room for both.
         self.cache = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), self.cache)
-        self.cache = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), self.cache)
-        self._histories.reset()
+        with self._on_device():
+            self.cache = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), self.cache)
+            self._histories.reset()
         self._rows.forget()
 
     def _require(self, step: str, bucket: int) -> None:
@@ -280,8 +290,10 @@ class JaxExecutor:
     def lowerings(self) -> dict[str, Callable[[], Lowered]]:
         """Every step that can occur, by name, as a function that traces it for compilation.
 
-        The steps that a first request needs come first.
+        The steps that a first request needs come first. None where jit is disabled.
         """
+        if jax.config.jax_disable_jit:
+            return {}
         config, dtype = self._static["config"], self.cache.k[0].dtype
         shapes = expected_shapes(config)
         params = nest({name: jax.ShapeDtypeStruct(s, dtype) for name, s in shapes.items()})

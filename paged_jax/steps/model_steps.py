@@ -18,6 +18,7 @@ from paged_jax.steps.attention import DecodeIndex, PagedAttention, PrefillIndex
 from paged_jax.steps.kv_cache import PagedKVCache, copy_blocks, slots_of
 from paged_jax.steps.logits import LogitsProcessor
 from paged_jax.steps.sampling import Sampled, SamplingBatch, log_probabilities, sample
+from pallas_kernels.numerics import default_numerics
 
 NUM_LOGPROBS = 20  # most likely tokens that a step reports where any row asks for them
 
@@ -27,6 +28,7 @@ NUM_LOGPROBS = 20  # most likely tokens that a step reports where any row asks f
     static_argnames=("config", "attention", "processors"),
     donate_argnames=("cache", "history"),
 )
+@default_numerics()
 def decode_step(
     params: Params,
     cache: PagedKVCache,
@@ -64,6 +66,7 @@ def decode_step(
 
 
 @partial(jax.jit, static_argnames=("config", "attention"), donate_argnames=("cache",))
+@default_numerics()
 def prefill_step(
     params: Params,
     cache: PagedKVCache,
@@ -86,6 +89,7 @@ def prefill_step(
 
 
 @partial(jax.jit, static_argnames=("config", "processors"))
+@default_numerics()
 def head_step(
     params: Params,
     hidden: Array,  # [L, E], from prefill_step
@@ -119,6 +123,7 @@ def remember_step(
 
 
 @partial(jax.jit, static_argnames=("config",))
+@default_numerics()
 def score_step(
     params: Params,
     hidden: Array,  # [N, E], from prefill_step

@@ -35,7 +35,7 @@ class SamplingBatch:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Sampled:
-    """Next tokens; log-probabilities are those of the raw logits, NaN unless wanted."""
+    """Next tokens; log-probabilities are those of the raw logits, 0 where no row wants any."""
 
     tokens: Array  # i32[B]
     logprobs: Array  # f32[B], of the sampled tokens
@@ -96,9 +96,9 @@ def sample(
         batch.wants_logprobs,
         lambda: log_probabilities(logits, tokens, num_logprobs),
         lambda: (
-            jnp.full((B,), jnp.nan),
+            jnp.zeros((B,), jnp.float32),
             jnp.zeros((B, num_logprobs), jnp.int32),
-            jnp.full((B, num_logprobs), jnp.nan),
+            jnp.zeros((B, num_logprobs), jnp.float32),
         ),
     )
     is_valid = is_finite & _is_finite_at(adjusted, greedy)
@@ -117,8 +117,12 @@ def _draw(logits: Array, index: Array, batch: SamplingBatch) -> Array:
     scaled = logits / jnp.where(temperature > 0, temperature, 1)
     scaled = lax.cond(batch.filters, lambda: _filter(scaled, batch), lambda: scaled)
 
-    def noise(seed: Array, index: Array) -> Array:
-        return jax.random.gumbel(jax.random.fold_in(jax.random.key(seed), index), logits.shape[1:])
+    def noise(seed: Array, index: Array) -> Array:  # the same under all of JAX's settings
+        key = jax.random.wrap_key_data(jnp.stack([jnp.uint32(0), seed]), impl="threefry2x32")
+        with jax.threefry_partitionable(True):
+            return jax.random.gumbel(
+                jax.random.fold_in(key, index), logits.shape[1:], jnp.float32, "low"
+            )
 
     noisy = scaled + jax.vmap(noise)(jnp.asarray(batch.seed), index)
     return jnp.argmax(noisy, axis=-1).astype(jnp.int32)

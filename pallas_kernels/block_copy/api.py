@@ -20,6 +20,7 @@ from jax.typing import ArrayLike
 
 from pallas_kernels.arguments import as_array
 from pallas_kernels.moves import MoveCall, MoveOptions, as_caches, as_numbers, resolve_move
+from pallas_kernels.numerics import default_numerics
 from pallas_kernels.registry import Registry
 
 IMPLEMENTATIONS = Registry(
@@ -33,6 +34,7 @@ IMPLEMENTATIONS = Registry(
 )
 
 
+@default_numerics()
 def copy_blocks(
     caches: Sequence[ArrayLike],
     sources: ArrayLike,
@@ -59,6 +61,7 @@ def copy_blocks(
     return copied
 
 
+@default_numerics()
 def read_blocks(
     caches: Sequence[ArrayLike],
     blocks: ArrayLike,
@@ -81,6 +84,7 @@ def read_blocks(
     return staged
 
 
+@default_numerics()
 def write_blocks(
     caches: Sequence[ArrayLike],
     staged: ArrayLike,

@@ -11,6 +11,7 @@ from jax.typing import ArrayLike
 
 from pallas_kernels.arguments import as_array
 from pallas_kernels.moves import MoveCall, MoveOptions, as_caches, as_numbers, resolve_move
+from pallas_kernels.numerics import default_numerics
 from pallas_kernels.registry import Registry
 
 IMPLEMENTATIONS = Registry(
@@ -24,6 +25,7 @@ IMPLEMENTATIONS = Registry(
 )
 
 
+@default_numerics()
 def write_kv(
     k_cache: ArrayLike,
     v_cache: ArrayLike,

@@ -16,6 +16,7 @@ from jax.typing import ArrayLike
 
 from pallas_kernels import targets
 from pallas_kernels.arguments import as_array, as_indices
+from pallas_kernels.numerics import default_numerics
 from pallas_kernels.paged_attention.spec import (
     AttentionOptions,
     AttentionResult,
@@ -110,6 +111,7 @@ def cache_head_size(impl: str, head_size: int) -> int:
     return head_size if widen is None else widen(head_size)
 
 
+@default_numerics()
 def paged_prefill_attention(
     q: ArrayLike,
     k_cache: ArrayLike,
@@ -153,6 +155,7 @@ def paged_prefill_attention(
     return result._replace(out=result.out[..., :D])
 
 
+@default_numerics()
 def paged_attention(
     q: ArrayLike,
     k_cache: ArrayLike,
