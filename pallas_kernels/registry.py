@@ -2,8 +2,9 @@
 
 import difflib
 import importlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from types import ModuleType
+from typing import Any
 
 
 class Unsupported(ValueError):
@@ -18,10 +19,9 @@ class Registry(Mapping[str, str]):
     that name: a kernel under work needs no registration.
     """
 
-    def __init__(self, op: str, modules: dict[str, str], functions: tuple[str, ...]):
+    def __init__(self, op: str, modules: dict[str, str]):
         self.op = op
         self._modules = modules
-        self._functions = functions  # that every module has
 
     def __getitem__(self, name: str) -> str:
         return self._modules[name]
@@ -33,7 +33,7 @@ class Registry(Mapping[str, str]):
         return len(self._modules)
 
     def module(self, name: str) -> ModuleType:
-        """The module of an implementation; ValueError for an unknown name."""
+        """The module of an implementation; ValueError for an unknown name, or ImportError."""
         if not isinstance(name, str):
             raise ValueError(f"{self.op} must be an implementation's name, got {name!r}")
         if name == "auto":
@@ -46,12 +46,11 @@ class Registry(Mapping[str, str]):
                 f"unknown {self.op} {name!r}{hint}; choose one of auto, {', '.join(self)}, or "
                 "name a module"
             )
-        try:
-            module = importlib.import_module(path)
-        except ModuleNotFoundError as error:
-            if not f"{path}.".startswith(f"{error.name}."):
-                raise  # the module is there, what it imports is not
-            raise ValueError(f"unknown {self.op} {name!r}: there is no such module") from error
-        if missing := [function for function in self._functions if not hasattr(module, function)]:
-            raise ValueError(f"{self.op} {name!r} has no function {', '.join(missing)}")
-        return module
+        return importlib.import_module(path)
+
+    def function(self, name: str, function: str) -> Callable[..., Any]:
+        """A function of an implementation; ValueError where its module has none of that name."""
+        found: Callable[..., Any] | None = getattr(self.module(name), function, None)
+        if found is None:
+            raise ValueError(f"{self.op} {name!r} has no function {function!r}")
+        return found

@@ -11,8 +11,8 @@ to keep their count static: it may hold anything afterwards. Donated caches are 
 Each raises ValueError for shapes that do not fit, `Unsupported` for what `impl` refuses.
 """
 
-from collections.abc import Sequence
-from types import ModuleType
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import jax.numpy as jnp
 from jax import Array
@@ -30,7 +30,6 @@ IMPLEMENTATIONS = Registry(
         "xla": "pallas_kernels.block_copy.xla",
         "mosaic_gpu": "pallas_kernels.block_copy.mosaic_gpu",
     },
-    functions=("copy", "read", "write"),
 )
 
 
@@ -54,10 +53,10 @@ def copy_blocks(
     if len(sources) != len(targets):
         raise ValueError(f"{len(sources)} sources, but {len(targets)} targets")
     options = MoveOptions(interpret, detect_races)
-    module = _module(impl, caches, targets, options)
+    copy = _function("copy", impl, caches, targets, options)
     if not len(targets):
         return caches
-    copied: list[Array] = module.copy(caches, sources, targets, options=options)
+    copied: list[Array] = copy(caches, sources, targets, options=options)
     return copied
 
 
@@ -77,10 +76,10 @@ def read_blocks(
     caches = as_caches(caches)
     blocks = _block_numbers("blocks", blocks, caches)
     options = MoveOptions(interpret, detect_races)
-    module = _module(impl, caches, blocks, options)
+    read = _function("read", impl, caches, blocks, options)
     if not len(blocks):
         return jnp.zeros((0, len(caches), *caches[0].shape[1:]), caches[0].dtype)
-    staged: Array = module.read(caches, blocks, options=options)
+    staged: Array = read(caches, blocks, options=options)
     return staged
 
 
@@ -108,10 +107,10 @@ def write_blocks(
             f"{len(caches)} caches, got {staged.dtype}{staged.shape}"
         )
     options = MoveOptions(interpret, detect_races)
-    module = _module(impl, caches, blocks, options)
+    write = _function("write", impl, caches, blocks, options)
     if not len(blocks):
         return caches
-    written: list[Array] = module.write(caches, staged, blocks, options=options)
+    written: list[Array] = write(caches, staged, blocks, options=options)
     return written
 
 
@@ -120,6 +119,8 @@ def _block_numbers(name: str, numbers: ArrayLike, caches: list[Array]) -> Array:
     return as_numbers(name, numbers, P, f"the caches have {P} blocks")
 
 
-def _module(impl: str, caches: list[Array], blocks: Array, options: MoveOptions) -> ModuleType:
+def _function(
+    function: str, impl: str, caches: list[Array], blocks: Array, options: MoveOptions
+) -> Callable[..., Any]:
     name = resolve_move(IMPLEMENTATIONS, impl, MoveCall.of(caches, blocks, options))
-    return IMPLEMENTATIONS.module(name)
+    return IMPLEMENTATIONS.function(name, function)

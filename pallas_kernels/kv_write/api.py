@@ -21,7 +21,6 @@ IMPLEMENTATIONS = Registry(
         "xla": "pallas_kernels.kv_write.xla",
         "mosaic_gpu": "pallas_kernels.kv_write.mosaic_gpu",
     },
-    functions=("write",),
 )
 
 
@@ -66,7 +65,7 @@ def write_kv(
     name = resolve_move(IMPLEMENTATIONS, impl, MoveCall.of(caches, slots, options))
     if not len(slots):
         return k_cache, v_cache
-    written: tuple[Array, Array] = IMPLEMENTATIONS.module(name).write(
+    written: tuple[Array, Array] = IMPLEMENTATIONS.function(name, "write")(
         k_cache, v_cache, widened(k), widened(v), slots, options=options
     )
     return written

@@ -38,7 +38,6 @@ IMPLEMENTATIONS = Registry(
         "mosaic_gpu": "pallas_kernels.paged_attention.mosaic_gpu",
         "mosaic_gpu_wgmma": "pallas_kernels.paged_attention.mosaic_gpu.wgmma",
     },
-    functions=("attend",),
 )
 
 # The kernels that "auto" tries on a GPU, in order, before "xla", which does every call.
@@ -149,7 +148,7 @@ def paged_prefill_attention(
     name = resolve(impl, Call(*sizes, q.dtype, options, targets.current()))
     if 0 in (B, T, M):
         return nothing_seen(q)
-    attend: Attend = IMPLEMENTATIONS.module(name).attend
+    attend: Attend = IMPLEMENTATIONS.function(name, "attend")
     q = jnp.pad(q, ((0, 0), (0, 0), (0, 0), (0, cache_D - D)))
     result = attend(q, *others, options=options)
     return result._replace(out=result.out[..., :D])

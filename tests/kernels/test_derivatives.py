@@ -84,8 +84,8 @@ def test_derivatives_agree_with_differences_in_float64(impl, options):
 
 def test_the_gradient_of_rows_of_a_batch_may_be_mapped():
     queries = np.stack([CASE.q, 2 * CASE.q])
-    gradient = jax.grad(partial(loss, impl="xla"))
-    together = jax.vmap(gradient, (0, None, None))(queries, *CASE[1:3])
+    gradient = jax.jit(jax.grad(partial(loss, impl="xla")))
+    together = jax.jit(jax.vmap(gradient, (0, None, None)))(queries, *CASE[1:3])
     for q, mapped in zip(queries, together, strict=True):
         np.testing.assert_allclose(mapped, gradient(q, *CASE[1:3]), rtol=1e-5, atol=1e-5)
 
