@@ -202,7 +202,6 @@ def test_a_constraint_that_raises_fails_its_request_alone(roomy, wanted, after):
         ({"none": lambda *_: None}, "'none' must return logits f32.259., but returns None"),
         ({"text": "not_again"}, "'text' cannot be called"),
     ],
-    ids=str,
 )
 def test_what_is_no_logits_processor_is_refused_at_construction(tiny_model, processors, message):
     with pytest.raises(ValueError, match=message) as error:

@@ -137,7 +137,7 @@ def test_a_set_of_prompts_is_served_in_its_own_order(engine):
     assert [output.prompt for output in outputs] == list(prompts)
 
 
-@pytest.mark.parametrize("none", [[], (), {}.values(), iter(()), np.array([], object)], ids=repr)
+@pytest.mark.parametrize("none", [[], (), {}.values(), iter(()), np.array([], object)])
 def test_no_prompt_is_no_request(engine, none):
     assert engine.generate(none, GREEDY, progress=False) == []
 

@@ -182,7 +182,6 @@ def test_bad_choices_of_sharing_are_refused(fields, message):
         ("structured_outputs", {"regex": "a+"}, StructuredOutputsParams(regex="a+")),
         ("structured_outputs", {"choice": {"b", "a"}}, StructuredOutputsParams(choice=["a", "b"])),
     ],
-    ids=str,
 )
 def test_every_usual_form_of_a_value_is_taken_and_read_back_plain(name, given, plain):
     params = SamplingParams(**{name: given})
