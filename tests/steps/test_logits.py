@@ -9,12 +9,14 @@ import pytest
 
 from paged_jax import SamplingParams
 from paged_jax.executor.sampling_rows import SamplingArrays, sampling_rows, token_masks
+from paged_jax.sampling_params import MAX_LOGIT_BIASES
 from paged_jax.scheduling.request import Request, Sequence
 from paged_jax.steps.logits import MAX_BIASES, NO_SLOT, change_logits
 from paged_jax.steps.sampling import sample
 from tests.engine.constraints import Raising, TokensOf
 from tests.steps.logit_reference import PROCESSORS, changed_logits
 
+V_MANY = 700
 V, H = 70, 24  # a vocabulary that fills no whole word of a mask
 EOS = 1
 ARRAYS = SamplingArrays(V, tuple(PROCESSORS))
@@ -43,7 +45,7 @@ def sequences(rng: random.Random) -> list[tuple[Sequence, set[int] | None]]:
             tokens = [rng.randrange(V) for _ in range(num_prompt + num_output)]
             params = SamplingParams(temperature=0, **{"max_tokens": 20} | kind)
             request = Request("r", tuple(tokens[:num_prompt]), params, 0.0, 0)
-            request.begin(frozenset({EOS}))
+            request.begin(frozenset({EOS}), 20)
             [seq] = request.sequences
             seq.token_ids += tokens[num_prompt:]
             if allowed is not None:
@@ -131,7 +133,7 @@ def test_log_probabilities_are_those_of_the_raw_logits():
 def test_a_row_that_no_token_is_left_for_is_not_valid_though_its_logits_are_finite():
     def seq(constraint=None, **params) -> Sequence:
         request = Request("r", (1, 2), SamplingParams(temperature=0, **params), 0.0, 0)
-        request.begin(frozenset({EOS}))
+        request.begin(frozenset({EOS}), 20)
         request.sequences[0].constraint = constraint
         return request.sequences[0]
 
@@ -189,13 +191,15 @@ def test_a_constraint_that_raises_leaves_the_others_their_masks():
     assert masks[2].tolist() == [32, 0, 0]
 
 
-def test_biases_of_all_rows_fit():
+def test_biases_and_end_tokens_of_a_row_fit_together():
     params = SamplingParams(
-        min_tokens=1, logit_bias=dict.fromkeys(range(MAX_BIASES - 2), 1.0), stop_token_ids=[600]
+        min_tokens=1,
+        logit_bias=dict.fromkeys(range(MAX_LOGIT_BIASES), 1.0),
+        stop_token_ids=range(MAX_LOGIT_BIASES, MAX_BIASES - 1),
     )
     request = Request("r", (1,), params, 0.0, 0)
-    request.begin(frozenset({EOS}))
+    request.begin(frozenset({V_MANY - 1}), 20)
     rows = sampling_rows(request.sequences, 1)
-    biases = SamplingArrays(700).batch(rows, request.sequences, [NO_SLOT]).rules.biases
-    assert np.isneginf(biases.values).sum() == 2
+    biases = SamplingArrays(V_MANY).batch(rows, request.sequences, [NO_SLOT]).rules.biases
+    assert np.isneginf(biases.values).sum() == MAX_BIASES - MAX_LOGIT_BIASES
     assert (biases.until > 0).all()
