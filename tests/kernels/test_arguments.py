@@ -143,6 +143,10 @@ def test_a_number_beyond_int32_does_not_wrap_around_to_one_that_exists():
     assert as_indices("x", [-(2**32) + 1], "[N]").tolist() == [-(2**31)]
     jitted = jax.jit(lambda x: as_indices("x", x, "[N]"))
     assert jitted(jnp.array([2**31 + 1, 7], jnp.uint32)).tolist() == [2**31 - 1, 7]
+    with jax.enable_x64(True):
+        wide = jnp.array([2**32 + 1, 7])
+    for convert in (as_indices, jax.jit(as_indices, static_argnums=(0, 2))):
+        assert convert("x", wide, "[N]").tolist() == [2**31 - 1, 7]
 
 
 @pytest.mark.parametrize(
