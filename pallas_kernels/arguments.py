@@ -52,7 +52,8 @@ def as_indices(name: str, x: ArrayLike, axes: str) -> Array | np.ndarray:
     _check_rank(name, x, axes)
     limits = jnp.iinfo(x.dtype)
     if limits.min < _INT32.min or limits.max > _INT32.max:
-        x = x.clip(max(limits.min, _INT32.min), min(limits.max, _INT32.max))
+        with jax.enable_x64(True):  # 64 bits stay so until they are clipped
+            x = x.clip(max(limits.min, _INT32.min), min(limits.max, _INT32.max)).astype(np.int32)
     return x.astype(np.int32) if isinstance(x, np.ndarray) else jnp.asarray(x, jnp.int32)
 
 

@@ -8,7 +8,8 @@ All take the caches of keys and of values of all layers, alike and each `[P, Hk,
 the same blocks of each. Block numbers must name blocks in the caches; pad them with the null block
 to keep their count static: it may hold anything afterwards. Donated caches are updated in place.
 
-Each raises ValueError for shapes that do not fit, `Unsupported` for what `impl` refuses.
+Arrays are whatever `jnp.asarray` takes, block numbers of any integer type; without any, nothing is
+moved. Each raises ValueError for shapes that do not fit, `Unsupported` for what `impl` refuses.
 """
 
 from collections.abc import Callable, Sequence

@@ -43,7 +43,8 @@ def write_kv(
     distinct except in the null block, where padded tokens go and which may hold anything
     afterwards. Donated caches are updated in place.
 
-    Returns the caches. ValueError for shapes that do not fit, `Unsupported` for what `impl`
+    Arrays are whatever `jnp.asarray` takes, slots of any integer type; without any, nothing is
+    written. Returns the caches. ValueError for what does not fit, `Unsupported` for what `impl`
     refuses.
     """
     k_cache, v_cache = caches = as_caches([k_cache, v_cache])

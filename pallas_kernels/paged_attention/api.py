@@ -136,8 +136,12 @@ def paged_prefill_attention(
     The caches may be wider than q (`cache_head_size`): zero in the lanes beyond its head size.
 
     Table entries beyond the context may hold anything and are never followed; unused slots may
-    hold NaN. Softmax statistics are float32. `AttentionOptions` has the options. ValueError for
-    shapes that do not fit, `Unsupported` for what `impl` refuses.
+    hold NaN. Softmax statistics are float32. `AttentionOptions` has the options.
+
+    Arrays are whatever `jnp.asarray` takes, indices of any integer type. Without rows, queries or
+    table entries the result is that of queries that see nothing. `reference`, `xla` and
+    `gather_sdpa` have derivatives. ValueError for what does not fit, `Unsupported` for what `impl`
+    refuses.
     """
     q, *others = as_call(q, k_cache, v_cache, block_tables, context_lens, query_starts)
     options = AttentionOptions(scale, soft_cap, sliding_window, interpret, detect_races, tuning)

@@ -116,6 +116,8 @@ def as_call(
     B = len(q)
     P, _, S, _ = k_cache.shape
     M = tables.shape[1]
+    if not P:
+        raise ValueError(f"k_cache has no blocks, its shape is {k_cache.shape}")
     if len(tables) != B:
         raise ValueError(f"block_tables has {len(tables)} rows, q has {B}")
     lens, starts = as_rows(B, M * S, context_lens, query_starts)

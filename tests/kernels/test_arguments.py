@@ -80,10 +80,10 @@ def test_statistics_are_strongly_typed_float32_and_the_output_is_as_q(impl, dtyp
 
 
 def test_a_weakly_typed_query_has_a_strongly_typed_result():
-    case = small_case(np.float32)
-    weak = jnp.full(case.q.shape, 1.0)
-    assert weak.weak_type
-    assert not any(x.weak_type for x in attend(weak, *case[1:], impl="xla"))
+    *floats, tables, lens, starts = small_case(np.float32)
+    weak = [jnp.full(x.shape, 1.0) for x in floats]
+    assert all(x.weak_type for x in weak)
+    assert not any(x.weak_type for x in attend(*weak, tables, lens, starts, impl="xla"))
 
 
 @every_implementation
@@ -143,6 +143,10 @@ def test_a_number_beyond_int32_does_not_wrap_around_to_one_that_exists():
     assert as_indices("x", [-(2**32) + 1], "[N]").tolist() == [-(2**31)]
     jitted = jax.jit(lambda x: as_indices("x", x, "[N]"))
     assert jitted(jnp.array([2**31 + 1, 7], jnp.uint32)).tolist() == [2**31 - 1, 7]
+    with jax.enable_x64(True):
+        wide = jnp.array([2**32 + 1, 7])
+    for convert in (as_indices, jax.jit(as_indices, static_argnums=(0, 2))):
+        assert convert("x", wide, "[N]").tolist() == [2**31 - 1, 7]
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,8 @@ def wrong(name: str, replacement: np.ndarray) -> tuple[np.ndarray, ...]:
     case = make_case(np.random.default_rng(0), [3, 4], block_size=4, max_blocks=2)
     names = ("q", "k_cache", "v_cache", "block_tables", "context_lens", "query_starts")
     arguments = dict(zip(names, case, strict=True))
-    return tuple((arguments | {name: replacement}).values())
+    changed = ("k_cache", "v_cache") if name == "caches" else (name,)
+    return tuple((arguments | dict.fromkeys(changed, replacement)).values())
 
 
 @pytest.mark.parametrize(
@@ -34,6 +35,7 @@ def wrong(name: str, replacement: np.ndarray) -> tuple[np.ndarray, ...]:
         ),
         ("block_tables", np.zeros((1, 2), np.int32), "block_tables has 1 rows, q has 2"),
         ("context_lens", np.zeros(3, np.int32), "context_lens has 3 rows, q has 2"),
+        ("caches", np.zeros((0, 2, 4, 16), np.float32), r"no blocks, .*\(0, 2, 4, 16\)"),
         ("context_lens", np.zeros(2, bool), "context_lens must be integers, got bool"),
         ("q", np.zeros((2, 1, 0, 16), np.float32), r"no heads.*q \(2, 1, 0, 16\)"),
         ("query_starts", np.zeros((2, 1), np.int32), r"query_starts must have 1 axes.*\(2, 1\)"),
