@@ -69,10 +69,6 @@ def _allowed_tokens(name: str, value: Any) -> tuple[int, ...]:
     return tokens
 
 
-def _structured_outputs(name: str, value: Any) -> StructuredOutputsParams:
-    return made_from(StructuredOutputsParams, value, name)
-
-
 def _early_stopping(name: str, value: Any) -> bool | Literal["never"]:
     # 1 equals True, but the search looks for True itself.
     if (value := plain(value)) != "never" and not isinstance(value, bool):
@@ -139,14 +135,16 @@ class SamplingParams:
     logits_processors: str | Sequence[str] = checked(strings, ())
     allowed_token_ids: Sequence[int] | None = checked(_allowed_tokens, None)
     bad_words: str | Sequence[str] = checked(strings, ())
-    structured_outputs: StructuredOutputsParams | None = checked(_structured_outputs, None)
+    structured_outputs: StructuredOutputsParams | None = checked(
+        made_from, None, kind=StructuredOutputsParams
+    )
     truncate_prompt_tokens: int | None = checked(integer, None, low=-1)
     cache_salt: str | None = checked(string, None)
 
     @classmethod
     def of(cls, params: "SamplingParams | Mapping[str, Any] | None") -> "SamplingParams":
         """The parameters from themselves, from a dict of them, or the defaults for None."""
-        return made_from(cls, {} if params is None else params, "params")
+        return made_from("params", {} if params is None else params, kind=cls)
 
     def __post_init__(self) -> None:
         check_fields(self)

@@ -133,26 +133,16 @@ def token_biases(seqs: Seq[Sequence], num_rows: int) -> TokenBiases:
     values = np.zeros((num_rows, MAX_BIASES), np.float32)
     for row, seq in enumerate(seqs):
         params = seq.request.params
-        biases = dict(params.logit_biases)
-        n = len(biases)
-        tokens[row, :n] = list(biases)
-        values[row, :n] = np.clip(list(biases.values()), -_MAX_FLOAT, _MAX_FLOAT)
-        until[row, :n] = _MAX_INT
+        n = len(params.logit_biases)
+        if n:
+            tokens[row, :n], values[row, :n] = zip(*params.logit_biases, strict=True)
+            until[row, :n] = _MAX_INT
         if params.min_tokens:
             end = n + len(seq.end_token_ids)
             tokens[row, n:end] = list(seq.end_token_ids)
             values[row, n:end] = -np.inf
             until[row, n:end] = min(params.min_tokens, _MAX_INT)
     return TokenBiases(tokens, values, until)
-
-
-def check_biases(num_biases: int, num_end_tokens: int) -> None:
-    """ValueError if a request with `min_tokens` or `logit_bias` has more than a row holds."""
-    if num_biases + num_end_tokens > MAX_BIASES:
-        raise ValueError(
-            f"{num_biases} tokens in logit_bias and {num_end_tokens} end tokens (EOS and "
-            f"stop_token_ids together) that min_tokens leaves out are more than {MAX_BIASES}"
-        )
 
 
 def token_masks(

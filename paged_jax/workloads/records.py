@@ -5,6 +5,8 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from paged_jax.values import one_line
+
 NAMED = 3  # reasons that a note names, and places of each
 
 type Placed[T] = tuple[str, T]  # where in the file a record is, as in "line 3", and the record
@@ -20,7 +22,7 @@ class Skipped:
 
     def add(self, place: str, error: Exception | str) -> None:
         """A record is skipped."""
-        reason = " ".join(str(error).split()) or type(error).__name__
+        reason = one_line(error)
         # The same slip with another value is no reason of its own.
         kind = re.sub(r"\d+", "", reason.split(", got ")[0])
         self._reasons.setdefault(kind, (reason, []))[1].append(place)
