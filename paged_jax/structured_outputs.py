@@ -1,4 +1,4 @@
-"""What a request may ask of the form of its text; names follow vLLM's."""
+"""Structured outputs: the form that a request asks of its text; names follow vLLM's."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -9,7 +9,7 @@ from paged_jax.values import check_fields, checked, flag, one_line, string, stri
 
 
 def _schema(name: str, value: Any) -> str:
-    """A JSON schema's text."""
+    """A JSON schema, given as a dict or a text, as a text."""
     try:
         if isinstance(value, Mapping):
             return json.dumps(dict(value))

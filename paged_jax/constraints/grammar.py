@@ -1,4 +1,4 @@
-"""Structured outputs: which tokens keep a text within a grammar, as llguidance finds out."""
+"""Structured outputs: llguidance finds the tokens that keep a text within a grammar."""
 
 import json
 from collections.abc import Iterable, Sequence
@@ -25,7 +25,7 @@ class GrammarCompiler:
     """Compiles what texts must match, for one tokenizer; keeps what it has compiled.
 
     tokenizer: a fast tokenizer of transformers.
-    vocab_size: tokens of the model, which may have more than its tokenizer, or less.
+    vocab_size: tokens of the model, which may have more or fewer than its tokenizer.
     """
 
     def __init__(self, tokenizer: Any, vocab_size: int):

@@ -90,7 +90,7 @@ class SamplingArrays:
         )
 
     def _rules(self, rows: np.ndarray, seqs: Seq[Sequence], slots: Seq[int]) -> LogitRules:
-        """What no row has stays on the device from one batch to the next."""
+        """The rules of `rows`; a kind that no row has stays on the device from batch to batch."""
         num_rows = len(rows)
         if num_rows not in self._no_rules:
             self._no_rules[num_rows] = jax.device_put(self._empty_rules(num_rows))
@@ -109,7 +109,6 @@ class SamplingArrays:
             nothing,
             **{name: rows[name] for name in _PENALTIES},
             **flags,
-            is_changed=np.asarray(True),
             slots=padded_slots,
             biases=token_biases(seqs, num_rows) if flags["is_biased"] else nothing.biases,
             processors=processors,
@@ -119,7 +118,7 @@ class SamplingArrays:
         rows = sampling_rows([], num_rows)
         return LogitRules(
             **{name: rows[name] for name in _PENALTIES},
-            **{name: np.asarray(False) for name in ("is_changed", *_RULE_FLAGS)},
+            **{name: np.asarray(False) for name in _RULE_FLAGS},
             slots=np.full(num_rows, NO_SLOT, np.int32),
             biases=token_biases([], num_rows),
             allowed=np.zeros((num_rows, -(-self.vocab_size // 32)), np.uint32),

@@ -1,4 +1,4 @@
-"""Records of a file: one that cannot be used costs itself alone, and is counted and named."""
+"""Records of a file: one that cannot be used is skipped, counted and named; the others stay."""
 
 import re
 from collections.abc import Callable, Iterable, Iterator
