@@ -88,6 +88,15 @@ def string(name: str, value: Any) -> str:
     return value
 
 
+def check_unicode(name: str, text: str) -> None:
+    """ValueError for half a character, a lone surrogate, which no tokenizer takes."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        reason = f"{error.reason} (at {error.start})"
+        raise ValueError(f"{name} is not valid Unicode: {reason}") from None
+
+
 def strings(name: str, value: Any) -> tuple[str, ...]:
     """One string or several; none of them empty."""
     value = plain(value)

@@ -11,7 +11,7 @@ from paged_jax.models.config import ModelConfig
 from paged_jax.sampling_params import SamplingParams
 from paged_jax.steps.logits import MAX_BIASES
 from paged_jax.steps.model_steps import NUM_LOGPROBS
-from paged_jax.values import flag, integer, is_number, items, string
+from paged_jax.values import check_unicode, flag, integer, is_number, items, string
 
 # Text, token ids (a list, a 1-D array or another iterable of integers), {"prompt": text},
 # {"prompt_token_ids": ids}, or a chat: its messages, or a `ChatPrompt`.
@@ -100,12 +100,7 @@ def truncate(
 
 
 def _tokenize(text: str, tokenizer: Tokenizer, **options: bool) -> list[int]:
-    try:
-        text.encode()
-    except UnicodeEncodeError as error:
-        raise ValueError(
-            f"the prompt is not valid Unicode: {error.reason} (at {error.start})"
-        ) from None
+    check_unicode("the prompt", text)
     token_ids: list[int] = tokenizer.encode(text, **options)
     return token_ids
 

@@ -85,7 +85,10 @@ def _to_host(scores: Scores, counts: list[int]) -> list[TokenLogprobs]:
 def failed_rows(
     seqs: list[Sequence], sampled: Sampled, errors: Mapping[int, str]
 ) -> dict[int, str]:
-    """Why a row's token means nothing, by row; `errors` are those known before, by sequence."""
+    """Why a row's token means nothing, by row.
+
+    errors: by id, why a sequence had failed before it was sampled.
+    """
     found = {}
     for row in np.flatnonzero(~np.asarray(sampled.is_valid)[: len(seqs)]).tolist():
         number = seqs[row].num_output_tokens

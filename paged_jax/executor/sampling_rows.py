@@ -127,7 +127,7 @@ class SamplingArrays:
 
 
 def token_biases(seqs: Seq[Sequence], num_rows: int) -> TokenBiases:
-    """Of `logit_bias`, and of end tokens that `min_tokens` leaves out."""
+    """Biases of `logit_bias`, and those that leave out end tokens until `min_tokens` are there."""
     tokens, until = (np.zeros((num_rows, MAX_BIASES), np.int32) for _ in range(2))
     values = np.zeros((num_rows, MAX_BIASES), np.float32)
     for row, seq in enumerate(seqs):
