@@ -57,9 +57,9 @@ class Engine:
     """Serves a model: continuous batching over a paged KV cache on JAX's default device.
 
     Requests come in by `generate`, `chat`, `stream` or `add_request`. The caller that waits for an
-    output advances the engine, an iteration at a time. An engine has one thread at a time, which is
-    free to change while no request is left; a call from another raises RuntimeError. Any thread may
-    ask for `metrics` and call `close`.
+    output advances the engine, an iteration at a time. An engine serves one thread at a time: while
+    it has requests, a call from another raises RuntimeError. Any thread may call `metrics` and
+    `close`.
 
     model: "smollm2" (the packaged model), a Hugging Face directory or a .gguf file; or a
         `LoadedModel`.
