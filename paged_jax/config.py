@@ -8,10 +8,10 @@ import dataclasses
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from numbers import Integral, Real
+from numbers import Integral
 from typing import Any, Literal, Self, get_args
 
-from paged_jax.values import unknown
+from paged_jax.values import flag, is_number, number, plain, unknown
 
 PreemptionMode = Literal["recompute", "swap", "auto"]
 
@@ -190,9 +190,7 @@ class EngineConfig:
             value = getattr(self, field.name)
             if value is None and field.default is None:
                 continue
-            _check(field, value)
-            if value_type(field) is int:
-                object.__setattr__(self, field.name, int(value))
+            object.__setattr__(self, field.name, _checked(field, value))
         self._check_budget(self.max_num_batched_tokens, self.max_num_seqs, self.max_model_len)
         if self.target_inter_token_s is not None and not self.enable_chunked_prefill:
             raise ValueError(
@@ -255,19 +253,18 @@ def choices(field: dataclasses.Field[Any]) -> tuple[str, ...]:
     return tuple(each for each in get_args(field.type) if isinstance(each, str))
 
 
-def _check(field: dataclasses.Field[Any], value: Any) -> None:
-    """ValueError for a value of another type, or out of bounds."""
+def _checked(field: dataclasses.Field[Any], value: Any) -> Any:
+    """The value in its plain form; ValueError for another type, or a value out of bounds."""
     name, kind, meta = field.name, value_type(field), field.metadata
     least, above, below = meta["least"], meta["above"], meta["below"]
-    if kind is bool and not isinstance(value, bool):
-        raise ValueError(f"{name} must be True or False, got {value!r}")
-    if kind is int and (
-        isinstance(value, bool) or not isinstance(value, Integral) or value < least
-    ):
-        raise ValueError(f"{name} must be an integer of at least {least}, got {value!r}")
+    if kind is bool:
+        return flag(name, value)
+    if kind is int:
+        if not is_number(value := plain(value), Integral) or value < least:
+            raise ValueError(f"{name} must be an integer of at least {least}, got {value!r}")
+        return int(value)
     if kind is float:
-        if isinstance(value, bool) or not isinstance(value, Real):
-            raise ValueError(f"{name} must be a number, got {value!r}")
+        value = number(name, value)
         is_low = not value > above if least is None else not value >= least
         if is_low or not value < below:
             low = f"above {above}" if least is None else f"at least {least}"
@@ -275,3 +272,4 @@ def _check(field: dataclasses.Field[Any], value: Any) -> None:
             raise ValueError(f"{name} must be {low} and {high}, got {value}")
     if (names := choices(field)) and value not in names:
         raise ValueError(f"{name} must be one of {', '.join(names)}, got {value!r}")
+    return value

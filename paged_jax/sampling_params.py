@@ -69,10 +69,6 @@ def _allowed_tokens(name: str, value: Any) -> tuple[int, ...]:
     return tokens
 
 
-def _structured_outputs(name: str, value: Any) -> StructuredOutputsParams:
-    return made_from(StructuredOutputsParams, value, name)
-
-
 def _early_stopping(name: str, value: Any) -> bool | Literal["never"]:
     # 1 equals True, but the search looks for True itself.
     if (value := plain(value)) != "never" and not isinstance(value, bool):
@@ -84,8 +80,8 @@ def _early_stopping(name: str, value: Any) -> bool | Literal["never"]:
 class SamplingParams:
     """Checked on construction: ValueError names the parameter and the value it had.
 
-    Collections may have any form, and numbers and arrays may be numpy's or JAX's; what is read back
-    is hashable: tuples and Python's numbers, `logit_bias` as pairs of token and bias.
+    A collection may be any iterable, and numbers may be numpy's or JAX's. What is read back is
+    hashable: Python's numbers and tuples of them, `logit_bias` as pairs of token and bias.
 
     `top_k` 0 or -1, `top_p` 1 and `min_p` 0 are off; temperature 0 is greedy. `max_tokens` is cut
     to what `max_model_len` allows; None goes on to the end, as far as that and the pool allow.
@@ -94,15 +90,15 @@ class SamplingParams:
     token and of that many most likely tokens; `prompt_logprobs` for the same of the prompt's
     tokens, all of which are then computed, whatever the prefix cache holds.
 
-    `truncate_prompt_tokens` keeps so many tokens of the prompt, its last ones; -1: as many as leave
-    room for `max_tokens` in `max_model_len`.
+    `truncate_prompt_tokens` keeps the last tokens of the prompt, so many of them; -1: as many as
+    leave room for `max_tokens` in `max_model_len`.
 
     `logit_bias` is added to the logits of tokens; `logits_processors` names functions that the
-    engine has registered. Only `allowed_token_ids` are generated, where given:
-    an end token has to be among them for the sequence to end by it. `bad_words` are not generated,
-    neither at the beginning of a word nor after a space: a word is left out as the tokenizer spells
-    it. `structured_outputs` has the text match a JSON schema, a regular expression or a grammar.
-    All of these hold together; a request that they leave no token ends with an error.
+    engine has been given. Only `allowed_token_ids` are generated, where given: a sequence ends by
+    an end token only if it is among them. `bad_words` are not generated, as the tokenizer spells
+    them at the beginning of a text and after a space. `structured_outputs` holds the text to a JSON
+    schema, a regular expression or a grammar. All of these hold together; a request that they leave
+    no token ends with an error.
 
     `best_of` sequences are sampled (None: `n`), and the `n` with the highest cumulative
     log-probability are returned, best first. `beam_width` searches for the likeliest continuations
@@ -139,14 +135,16 @@ class SamplingParams:
     logits_processors: str | Sequence[str] = checked(strings, ())
     allowed_token_ids: Sequence[int] | None = checked(_allowed_tokens, None)
     bad_words: str | Sequence[str] = checked(strings, ())
-    structured_outputs: StructuredOutputsParams | None = checked(_structured_outputs, None)
+    structured_outputs: StructuredOutputsParams | None = checked(
+        made_from, None, kind=StructuredOutputsParams
+    )
     truncate_prompt_tokens: int | None = checked(integer, None, low=-1)
     cache_salt: str | None = checked(string, None)
 
     @classmethod
     def of(cls, params: "SamplingParams | Mapping[str, Any] | None") -> "SamplingParams":
         """The parameters from themselves, from a dict of them, or the defaults for None."""
-        return made_from(cls, {} if params is None else params, "params")
+        return made_from("params", {} if params is None else params, kind=cls)
 
     def __post_init__(self) -> None:
         check_fields(self)

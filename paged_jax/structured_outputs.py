@@ -1,22 +1,22 @@
-"""What a request may ask of the form of its text; names follow vLLM's."""
+"""Structured outputs: the form that a request asks of its text; names follow vLLM's."""
 
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
-from paged_jax.values import check_fields, checked, flag, string, strings
+from paged_jax.values import check_fields, checked, flag, one_line, string, strings
 
 
 def _schema(name: str, value: Any) -> str:
-    """A JSON schema's text."""
+    """A JSON schema, given as a dict or a text, as a text."""
     try:
         if isinstance(value, Mapping):
             return json.dumps(dict(value))
         schema = json.loads(string(name, value))
     except (TypeError, ValueError) as error:
-        reason = " ".join(str(error).split())
-        raise ValueError(f"{name} must be a JSON schema, as a dict or a text: {reason}") from None
+        form = "a JSON schema, as a dict or a text"
+        raise ValueError(f"{name} must be {form}: {one_line(error)}") from None
     if not isinstance(schema, dict):
         raise ValueError(f"{name} must be a JSON schema, which is an object; got {value!r:.80}")
     return str(value)
@@ -38,11 +38,8 @@ class StructuredOutputsParams:
 
     def __post_init__(self) -> None:
         check_fields(self)
-        given = [each.name for each in fields(self) if self._is_given(each.name)]
+        names = [each.name for each in fields(self)]
+        given = [name for name in names if getattr(self, name) not in (None, False, ())]
         if len(given) != 1:
-            names = ", ".join(each.name for each in fields(self))
             got = " and ".join(given) or "none"
-            raise ValueError(f"structured_outputs takes one of {names}; got {got}")
-
-    def _is_given(self, name: str) -> bool:
-        return getattr(self, name) not in (None, False, ())
+            raise ValueError(f"structured_outputs takes one of {', '.join(names)}; got {got}")

@@ -1,7 +1,7 @@
-"""Values that callers give: plain Python ones of the right kind, or ValueError in one line.
+"""Checks of the values that callers give, and their plain forms: Python's own numbers and lists.
 
-A number, a flag or an array of numpy or JAX is as good as a number, a flag or a list of Python's.
-The functions take the name of the value, for the message, and return it in its plain form.
+A check takes the value's name, for the message. It returns the value in its plain form, or raises
+ValueError in one line. Scalars and arrays of numpy and JAX are as good as Python's.
 """
 
 import difflib
@@ -15,8 +15,30 @@ Check = Callable[..., Any]
 
 
 def plain(value: Any) -> Any:
-    """Scalars and arrays of numpy and JAX as Python has them."""
-    return value.tolist() if hasattr(value, "tolist") else value
+    """A scalar or an array of numpy or JAX as Python has it; anything else as it is."""
+    if hasattr(value, "tolist") and not isinstance(value, memoryview):
+        return value.tolist()
+    return value
+
+
+def items(value: Any) -> list[Any] | None:
+    """What an iterable holds, in plain forms; an iterator is used up.
+
+    None for what is one thing: text, bytes, anything with keys, a number.
+    """
+    value = plain(value)
+    if isinstance(value, str | bytes | bytearray | memoryview) or hasattr(value, "keys"):
+        return None
+    return [plain(item) for item in value] if isinstance(value, Iterable) else None
+
+
+def is_number(value: Any, kind: type = Real) -> bool:
+    return isinstance(value, kind) and not isinstance(value, bool)
+
+
+def one_line(error: object) -> str:
+    """What an exception says, in one line."""
+    return " ".join(str(error).split()) or type(error).__name__
 
 
 def flag(name: str, value: Any) -> bool:
@@ -25,9 +47,8 @@ def flag(name: str, value: Any) -> bool:
     return value
 
 
-def integer(name: str, value: Any, *, low: int, high: float = math.inf) -> int:
-    value = plain(value)
-    if isinstance(value, bool) or not isinstance(value, Integral):
+def integer(name: str, value: Any, *, low: float = -math.inf, high: float = math.inf) -> int:
+    if not is_number(value := plain(value), Integral):
         raise ValueError(f"{name} must be an integer, got {value!r:.80}")
     result = int(value)
     if not low <= result <= high:
@@ -37,11 +58,15 @@ def integer(name: str, value: Any, *, low: int, high: float = math.inf) -> int:
 
 
 def number(
-    name: str, value: Any, *, low: float, high: float = math.inf, above_low: bool = False
+    name: str,
+    value: Any,
+    *,
+    low: float = -math.inf,
+    high: float = math.inf,
+    above_low: bool = False,
 ) -> float:
     """A finite number, from `low` (or above it) to `high`."""
-    value = plain(value)
-    if isinstance(value, bool) or not isinstance(value, Real):
+    if not is_number(value := plain(value)):
         raise ValueError(f"{name} must be a number, got {value!r:.80}")
     try:
         result = float(value)
@@ -63,37 +88,63 @@ def string(name: str, value: Any) -> str:
     return value
 
 
+def check_unicode(name: str, text: str) -> None:
+    """ValueError for half a character, a lone surrogate, which no tokenizer takes."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        reason = f"{error.reason} (at {error.start})"
+        raise ValueError(f"{name} is not valid Unicode: {reason}") from None
+
+
 def strings(name: str, value: Any) -> tuple[str, ...]:
     """One string or several; none of them empty."""
     value = plain(value)
-    items = (value,) if isinstance(value, str) else _items(value)
-    if items is None:
+    found = [value] if isinstance(value, str) else _in_order(value)
+    if found is None:
         raise ValueError(f"{name} must be a string or a sequence of strings, got {value!r:.80}")
-    for item in items:
+    for item in found:
         if not isinstance(item, str):
             raise ValueError(f"{name} must hold strings, got {item!r:.80}")
         if not item:
             raise ValueError(f"{name} must not hold an empty string, got {value!r:.80}")
-    return items
+    return tuple(found)
 
 
 def token_ids(name: str, value: Any) -> tuple[int, ...]:
-    value = plain(value)
-    items = _items(value)
-    if items is None:
-        raise ValueError(f"{name} must be a sequence of token ids, got {value!r:.80}")
-    for token in items:
-        if isinstance(token, bool) or not isinstance(token, Integral) or token < 0:
+    if (found := _in_order(value)) is None:
+        raise ValueError(f"{name} must be a sequence of token ids, got {plain(value)!r:.80}")
+    for token in found:
+        if not is_number(token, Integral) or token < 0:
             raise ValueError(f"{name} must hold token ids of at least 0, got {token!r:.80}")
-    return tuple(int(token) for token in items)
+    return tuple(map(int, found))
 
 
-def _items(value: Any) -> tuple[Any, ...] | None:
-    """What a collection or a generator holds, a set in order; None for anything else."""
-    if isinstance(value, str | bytes | Mapping) or not isinstance(value, Iterable):
-        return None
-    items = map(plain, value)
-    return tuple(sorted(items, key=repr) if isinstance(value, set | frozenset) else items)
+def _in_order(value: Any) -> list[Any] | None:
+    """`items`, those of a set in an order that does not depend on the process."""
+    found = items(value)
+    return sorted(found, key=repr) if found and isinstance(value, set | frozenset) else found
+
+
+def made_from[T](name: str, value: Any, *, kind: type[T]) -> T:
+    """A dataclass, given as it is or as a dict of its fields."""
+    if isinstance(value, kind):
+        return value
+    if not isinstance(value, Mapping):
+        form = f"{kind.__name__} or a dict of its fields"
+        raise ValueError(f"{name} must be {form}, got {value!r:.80}")
+    names = [each.name for each in fields(kind)]  # type: ignore[arg-type]  # a dataclass
+    for key in value:
+        if key not in names:
+            raise ValueError(unknown(f"key of {name}", key, names))
+    return kind(**value)
+
+
+def unknown(kind: str, name: Any, names: Collection[str]) -> str:
+    """The message for a name that is none of `names`, with the nearest of them."""
+    nearest = difflib.get_close_matches(str(name), names, n=1)
+    hint = f"did you mean {nearest[0]!r}?" if nearest else f"one of {', '.join(names)}"
+    return f"unknown {kind} {name!r:.80}; {hint}"
 
 
 # Fields of a dataclass that are checked when it is made
@@ -118,24 +169,3 @@ def check_fields(instance: Any) -> None:
         if value is None and each.default == ():
             value = ()
         object.__setattr__(instance, each.name, how["check"](each.name, value, **how["bounds"]))
-
-
-def unknown(kind: str, name: Any, names: Collection[str]) -> str:
-    """What is wrong with a name that is none of `names`: it may be a misspelt one."""
-    nearest = difflib.get_close_matches(str(name), names, n=1)
-    hint = f"did you mean {nearest[0]!r}?" if nearest else f"one of {', '.join(names)}"
-    return f"unknown {kind} {name!r:.80}; {hint}"
-
-
-def made_from[T](kind: type[T], value: Any, name: str) -> T:
-    """A dataclass, given as it is or as a dict of its fields."""
-    if isinstance(value, kind):
-        return value
-    if not isinstance(value, Mapping):
-        form = f"{kind.__name__} or a dict of its fields"
-        raise ValueError(f"{name} must be {form}, got {value!r:.80}")
-    names = [each.name for each in fields(kind)]  # type: ignore[arg-type]  # a dataclass
-    for key in value:
-        if key not in names:
-            raise ValueError(unknown(f"key of {name}", key, names))
-    return kind(**value)

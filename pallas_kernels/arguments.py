@@ -1,6 +1,7 @@
-"""The arguments of every op at its entry: whatever `jnp.asarray` takes, as the arrays kernels want.
+"""An op's arguments, checked at its entry and made what implementations take.
 
-An implementation then sees jax arrays alone, and indices that are strongly typed int32.
+Callers may give whatever `jnp.asarray` takes. An implementation sees jax arrays alone, strongly
+typed, with int32 indices.
 """
 
 import operator
@@ -23,7 +24,7 @@ _INT32 = jnp.iinfo(jnp.int32)
 
 
 def as_array(name: str, x: ArrayLike, axes: str) -> Array:
-    """A jax array, strongly typed, of axes such as "[B, T]"; ValueError for what is none."""
+    """A strongly typed jax array with axes such as "[B, T]"; ValueError if `x` is none."""
     try:
         x = jnp.asarray(x)
     except (TypeError, ValueError, OverflowError) as error:
@@ -76,10 +77,10 @@ def check_range(
 def as_static(
     options: object, name: str, kind: type, instead: str = "name it in static_argnames of jax.jit"
 ) -> None:
-    """Make a field of frozen options None or Python's own float, int or bool.
+    """Make a field of frozen options Python's own float, int or bool, unless it is None.
 
-    Such a value has a hash, and no dtype that would promote others. ValueError for values of other
-    kinds, and for a traced one, as it must be known then; `instead` says what to do.
+    Such a value has a hash, and no dtype that would promote others. ValueError for a value of
+    another kind, and for a traced one, with what to do `instead`.
     """
     value = getattr(options, name)
     if isinstance(value, jax.core.Tracer):

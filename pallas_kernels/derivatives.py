@@ -1,4 +1,4 @@
-"""Where an implementation has no derivatives: a refusal that says which one has."""
+"""The refusal of an implementation that has no derivatives, which names those that have."""
 
 from functools import partial
 from typing import Any
@@ -11,9 +11,9 @@ from pallas_kernels.registry import Unsupported
 
 @partial(jax.custom_jvp, nondiff_argnums=(0,))
 def without_derivatives(kernel: str, *arrays: Array) -> tuple[Array, ...]:
-    """The arrays, inputs of a kernel; `Unsupported` where JAX differentiates what becomes of them.
+    """A kernel's inputs, as they are; `Unsupported` where JAX differentiates the kernel.
 
-    JAX itself stops at a bare assertion, or at the name of one of its primitives.
+    JAX itself would stop at a bare assertion, or at the name of one of its primitives.
     """
     return arrays
 

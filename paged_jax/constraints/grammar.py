@@ -1,4 +1,4 @@
-"""Structured outputs: which tokens keep a text within a grammar, as llguidance finds out."""
+"""Structured outputs: llguidance finds the tokens that keep a text within a grammar."""
 
 import json
 from collections.abc import Iterable, Sequence
@@ -12,6 +12,7 @@ from tokenizers import AddedToken
 
 from paged_jax.constraints.tokens import bits_of
 from paged_jax.structured_outputs import StructuredOutputsParams
+from paged_jax.values import one_line
 
 MAX_CACHED_GRAMMARS = 64
 # What llguidance takes for the end of a text: a token that no model has. Which of the model's
@@ -24,7 +25,7 @@ class GrammarCompiler:
     """Compiles what texts must match, for one tokenizer; keeps what it has compiled.
 
     tokenizer: a fast tokenizer of transformers.
-    vocab_size: tokens of the model, which may have more than its tokenizer, or less.
+    vocab_size: tokens of the model, which may have more or fewer than its tokenizer.
     """
 
     def __init__(self, tokenizer: Any, vocab_size: int):
@@ -73,20 +74,18 @@ class GrammarCompiler:
 
 def _grammar(params: StructuredOutputsParams) -> str:
     """llguidance's own form of a grammar."""
-    if params.json is not None:
-        return str(grammar_from("json_schema", str(params.json)))
     if params.regex is not None:
         return str(grammar_from("regex", params.regex))
     if params.choice is not None:
         return str(grammar_from("choice", json.dumps(params.choice)))
     if params.grammar is not None:
         return str(grammar_from("grammar", params.grammar))
-    return str(grammar_from("json_schema", json.dumps({"type": "object"})))
+    return str(grammar_from("json_schema", str(params.json or '{"type": "object"}')))
 
 
 def _line(error: object) -> str:
     """The first 200 characters of a message, in one line."""
-    return " ".join(str(error).replace("<non-verbose/>", "").split())[:200]
+    return one_line(str(error).replace("<non-verbose/>", ""))[:200]
 
 
 class Grammar:

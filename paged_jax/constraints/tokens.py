@@ -5,6 +5,8 @@ from typing import Any, Self
 
 import numpy as np
 
+from paged_jax.values import check_unicode
+
 WORD = 32  # tokens in a word of bits
 
 
@@ -56,8 +58,7 @@ def spell_words(words: Iterable[str], tokenizer: Any, vocab_size: int) -> list[l
     """
     spelt: list[list[int]] = []
     for word in words:
-        if word != word.encode(errors="replace").decode():  # a lone surrogate
-            raise ValueError(f"bad_words: {word!r:.80} is not valid Unicode")
+        check_unicode(f"bad_words: {word!r:.80}", word)
         stem = word.lstrip() or word
         first, spaced = (
             tokenizer.encode(text, add_special_tokens=False) for text in (stem, f" {stem}")

@@ -2,12 +2,10 @@
 
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from textwrap import shorten
 from typing import Any, TypedDict
 
-import numpy as np
-
 from paged_jax.loading.tokenizer import Tokenizer, import_transformers
+from paged_jax.values import flag, one_line
 
 Message = Mapping[str, Any]
 
@@ -64,8 +62,8 @@ def render(chat: Mapping[str, Any], messages: Sequence[Message], tokenizer: Toke
             f"a chat has the keys {', '.join(ChatPrompt.__annotations__)}; "
             f"got {', '.join(sorted(map(str, unknown)))}"
         )
-    starts = _flag(chat, "add_generation_prompt", True)
-    goes_on = _flag(chat, "continue_final_message", False)
+    starts = flag("add_generation_prompt", chat.get("add_generation_prompt", True))
+    goes_on = flag("continue_final_message", chat.get("continue_final_message", False))
     if starts and goes_on:
         raise ValueError(
             "continue_final_message and add_generation_prompt do not go together: "
@@ -96,19 +94,14 @@ def render(chat: Mapping[str, Any], messages: Sequence[Message], tokenizer: Toke
             )
         )
     except Exception as error:  # a template is a program, and may fail in any way
-        raise ValueError(f"the chat template fails on these messages: {_reason(error)}") from error
+        raise ValueError(
+            f"the chat template fails on these messages: {one_line(error)[:300]}"
+        ) from error
 
 
 def shown(value: Any) -> str:
     """The beginning of its repr, in one line."""
     return " ".join(repr(value).split())[:80]
-
-
-def _flag(chat: Mapping[str, Any], name: str, default: bool) -> bool:
-    value = chat.get(name, default)
-    if not isinstance(value, bool | np.bool_):
-        raise ValueError(f"{name} must be True or False, got {shown(value)}")
-    return bool(value)
 
 
 def _schemas(tools: Any) -> list[dict[str, Any]] | None:
@@ -128,7 +121,7 @@ def _schema(tool: Any) -> dict[str, Any]:
     try:
         return dict(import_transformers().utils.get_json_schema(tool))
     except Exception as error:  # transformers raises exceptions of its own
-        raise ValueError(f"a tool cannot be described: {_reason(error)}") from error
+        raise ValueError(f"a tool cannot be described: {one_line(error)[:300]}") from error
 
 
 def _template(given: Any, tools: Any, tokenizer: Tokenizer) -> str:
@@ -140,7 +133,7 @@ def _template(given: Any, tools: Any, tokenizer: Tokenizer) -> str:
         try:
             template = str(tokenizer.get_chat_template(given, tools))
         except ValueError as error:  # none of several templates is the default
-            raise ValueError(_reason(error)) from error
+            raise ValueError(one_line(error)[:300]) from error
         if "{" in template:
             return template
     raise ValueError(f"chat_template must be the text of a Jinja template, got {shown(given)}")
@@ -173,8 +166,3 @@ def _text(index: int, part: Any) -> str:
     raise ValueError(
         f'message {index} may hold parts {{"type": "text", "text": ...}} alone, got {shown(part)}'
     )
-
-
-def _reason(error: Exception) -> str:
-    """What the error says, in one line that is not too long."""
-    return shorten(str(error), 300, placeholder=" ...") or type(error).__name__

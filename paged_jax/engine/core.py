@@ -82,10 +82,10 @@ class EngineCore:
             stop string ends.
 
         A step that raises is planned and run once more. If it raises again, the requests in it end
-        with "error", and the next call goes on with the other requests. So they do if it loses the
-        cache, and no request has got a token since one before it did. A request whose logits are
-        not finite, or leave no token, ends alone. An interrupt, such as Ctrl-C, is raised, and no
-        work is lost.
+        with "error", and the next call goes on with the other requests. They also end if the step
+        loses the cache, and no request has got a token since it was lost before. A request whose
+        logits are not finite, or leave no token, ends alone. An interrupt, such as Ctrl-C, is
+        raised, and no work is lost.
         """
         planned, usage, result = self._execute()
         end_s = self.clock()
@@ -141,7 +141,7 @@ class EngineCore:
                 self._tell(lambda observer: observer.on_recovery(self.clock()))
                 if not isinstance(error, Exception):
                     raise
-                # All computed anew, and the same fault before there is a token: it would never end.
+                # All was computed anew, and the fault is back before any token: it would never end.
                 if failed is not None or (is_lost and self._is_set_back):
                     return planned, usage, error
                 self._is_set_back |= is_lost

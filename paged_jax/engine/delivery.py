@@ -226,7 +226,7 @@ class OutputStream(Iterator[RequestOutput]):
     """Yields a request's outputs, the last of which is finished.
 
     The request goes on while nobody reads. It is aborted when its stream is closed or lost before
-    its end. The thread that has the engine reads and closes it; any thread may lose it.
+    its end. Only the thread that uses the engine may read and close it; any thread may lose it.
     """
 
     def __init__(self, request_id: str, delivery: Delivery):

@@ -25,7 +25,6 @@ from paged_jax.engine.delivery import Delivery, OutputStream, complete
 from paged_jax.engine.processors import check_names, check_processors
 from paged_jax.engine.prompts import (
     Prompt,
-    as_list,
     check_call,
     check_request,
     encode,
@@ -47,6 +46,7 @@ from paged_jax.sampling_params import SamplingParams
 from paged_jax.scheduling.checks import QueueFull
 from paged_jax.scheduling.request import Request
 from paged_jax.steps.logits import LogitsProcessor
+from paged_jax.values import items
 from pallas_kernels.extras import check_platforms
 
 # How a request is to be completed; a dict has the fields of SamplingParams, None its defaults.
@@ -57,9 +57,9 @@ class Engine:
     """Serves a model: continuous batching over a paged KV cache on JAX's default device.
 
     Requests come in by `generate`, `chat`, `stream` or `add_request`. The caller that waits for an
-    output advances the engine, an iteration at a time. An engine has one thread at a time, which is
-    free to change while no request is left; a call from another raises RuntimeError. Any thread may
-    ask for `metrics` and call `close`.
+    output advances the engine, an iteration at a time. An engine serves one thread at a time: while
+    it has requests, a call from another raises RuntimeError. Any thread may call `metrics` and
+    `close`.
 
     model: "smollm2" (the packaged model), a Hugging Face directory or a .gguf file; or a
         `LoadedModel`.
@@ -170,7 +170,7 @@ class Engine:
         that fails has its reason in `RequestOutput.error`.
         """
         many = prompt_list(prompts)
-        of_each: list[Any] | None = as_list(params)
+        of_each: list[Any] | None = items(params)
         if of_each is None:
             of_each = [params] * len(many)
         if len(of_each) != len(many):
@@ -203,7 +203,7 @@ class Engine:
             chat_template_kwargs, of all chats; `ChatOptions` describes each. `generate`, `stream`
             and `add_request` take a chat with its options as a `ChatPrompt`.
         """
-        chats: Any = as_list(messages)
+        chats: Any = items(messages)
         if chats is None or is_chat(chats):
             chats = [messages if chats is None else chats]
         prompts = [{"messages": chat, **options} for chat in chats]

@@ -2,35 +2,20 @@
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
-from numbers import Integral, Number, Real
+from numbers import Integral, Number
 from typing import Any
 
 from paged_jax.engine.chat import ChatPrompt, Message, is_chat, render, shown
-from paged_jax.executor.sampling_rows import check_biases
 from paged_jax.loading.tokenizer import Tokenizer
 from paged_jax.models.config import ModelConfig
 from paged_jax.sampling_params import SamplingParams
+from paged_jax.steps.logits import MAX_BIASES
 from paged_jax.steps.model_steps import NUM_LOGPROBS
+from paged_jax.values import check_unicode, flag, integer, is_number, items, string
 
 # Text, token ids (a list, a 1-D array or another iterable of integers), {"prompt": text},
 # {"prompt_token_ids": ids}, or a chat: its messages, or a `ChatPrompt`.
 Prompt = str | Iterable[int] | Mapping[str, Any] | Iterable[Message] | ChatPrompt
-
-
-def as_list(value: Any) -> list[Any] | None:
-    """What iterates, arrays included, as a list with Python's own numbers; it is used up.
-
-    None for what is one thing: text, bytes, anything with keys, a number, an array of none.
-    """
-    if hasattr(value, "tolist") and not isinstance(value, memoryview):
-        value = value.tolist()
-    if isinstance(value, str | bytes | bytearray | memoryview) or hasattr(value, "keys"):
-        return None
-    try:
-        items = iter(value)
-    except TypeError:
-        return None
-    return [item.tolist() if getattr(item, "ndim", None) == 0 else item for item in items]
 
 
 def prompt_list(prompts: Any) -> list[Any]:
@@ -39,16 +24,16 @@ def prompt_list(prompts: Any) -> list[Any]:
     Numbers alone are one prompt of ids, in whatever iterable; a set has no order and is none. The
     rows of a 2-D array are prompts as they stand: padding is not taken away.
     """
-    items = as_list(prompts)
-    if items is None:
+    many = items(prompts)
+    if many is None:
         return [prompts]
     if isinstance(prompts, Set):
-        return items
+        return many
     # An empty array of numbers is an empty prompt, an empty list no prompt.
     kind = getattr(getattr(prompts, "dtype", None), "kind", "O")
-    is_empty = not items and kind in "biufc" and prompts.ndim == 1
-    is_one = is_empty or is_chat(items) or (bool(items) and isinstance(items[0], Number))
-    return [items] if is_one else items
+    is_empty = not many and kind in "biufc" and prompts.ndim == 1
+    is_one = is_empty or is_chat(many) or (bool(many) and isinstance(many[0], Number))
+    return [many] if is_one else many
 
 
 def encode(
@@ -63,15 +48,15 @@ def encode(
     if isinstance(given, str):
         text = str.__str__(given)  # of a subclass, such as numpy's, too
         return text, _checked(_tokenize(text, tokenizer), vocab_size)
-    items = None if isinstance(given, Set) else as_list(given)
-    if is_chat(items):
-        return _encode_chat({"messages": items}, tokenizer, vocab_size)
-    if items is None or not all(_is_int(item) for item in items):
+    found = None if isinstance(given, Set) else items(given)
+    if is_chat(found):
+        return _encode_chat({"messages": found}, tokenizer, vocab_size)
+    if found is None or not all(type(item) is int or is_number(item, Integral) for item in found):
         raise ValueError(
             "a prompt is text, a list of token ids (or a 1-D array of integers), or a list of chat "
             f"messages; got {shown(given)}"
         )
-    return None, _checked(list(map(int, items)), vocab_size)
+    return None, _checked(list(map(int, found)), vocab_size)
 
 
 def _of_dict(prompt: Mapping[str, Any]) -> Any:
@@ -86,16 +71,10 @@ def _of_dict(prompt: Mapping[str, Any]) -> Any:
     return given
 
 
-def _is_int(value: Any) -> bool:
-    if type(value) is int:  # most are, and this is fast
-        return True
-    return isinstance(value, Integral) and not isinstance(value, bool)
-
-
 def _encode_chat(
     chat: Mapping[str, Any], tokenizer: Tokenizer, vocab_size: int
 ) -> tuple[str, tuple[int, ...]]:
-    messages = as_list(chat["messages"])
+    messages = items(chat["messages"])
     if messages is None or not is_chat(messages):
         given = chat["messages"] if messages is None else messages
         raise ValueError(f"a chat is a list of messages with role and content; got {shown(given)}")
@@ -121,12 +100,7 @@ def truncate(
 
 
 def _tokenize(text: str, tokenizer: Tokenizer, **options: bool) -> list[int]:
-    try:
-        text.encode()
-    except UnicodeEncodeError as error:
-        raise ValueError(
-            f"the prompt is not valid Unicode: {error.reason} (at {error.start})"
-        ) from None
+    check_unicode("the prompt", text)
     token_ids: list[int] = tokenizer.encode(text, **options)
     return token_ids
 
@@ -163,7 +137,12 @@ def check_request(params: SamplingParams, config: ModelConfig, *, stream: bool) 
         )
     eos = () if params.ignore_eos else config.eos_token_ids
     num_end_tokens = len({*params.stop_token_ids, *eos})
-    check_biases(len(params.logit_biases), num_end_tokens if params.min_tokens else 0)
+    num_biases = len(params.logit_biases)
+    if params.min_tokens and num_biases + num_end_tokens > MAX_BIASES:
+        raise ValueError(
+            f"{num_biases} tokens in logit_bias and {num_end_tokens} end tokens (EOS and "
+            f"stop_token_ids together) that min_tokens leaves out are more than {MAX_BIASES}"
+        )
     if params.beam_width and params.beam_width + num_end_tokens > NUM_LOGPROBS:
         raise ValueError(
             f"beam_width {params.beam_width} and {num_end_tokens} end tokens (EOS and "
@@ -181,19 +160,13 @@ def check_call(
     on_output: Callable[..., Any] | None,
 ) -> None:
     """ValueError, with the value, for arguments of `Engine.add_request` that mean nothing."""
-    if request_id is not None and not isinstance(request_id, str):
-        raise ValueError(f"request_id must be a string, got {request_id!r}")
-    if arrival_time is not None and not (_is_number(arrival_time) and math.isfinite(arrival_time)):
+    if request_id is not None:
+        string("request_id", request_id)
+    if arrival_time is not None and not (is_number(arrival_time) and math.isfinite(arrival_time)):
         raise ValueError(f"arrival_time must be a finite number of seconds, got {arrival_time!r}")
-    if not _is_number(priority, Integral):
-        raise ValueError(f"priority must be an integer, got {priority!r}")
-    if timeout_s is not None and not (_is_number(timeout_s) and timeout_s > 0):
+    integer("priority", priority)
+    if timeout_s is not None and not (is_number(timeout_s) and timeout_s > 0):
         raise ValueError(f"timeout_s must be a number of seconds above 0, got {timeout_s!r}")
-    if not isinstance(stream, bool):
-        raise ValueError(f"stream must be True or False, got {stream!r}")
+    flag("stream", stream)
     if on_output is not None and not callable(on_output):
         raise ValueError(f"on_output must be callable, got {on_output!r}")
-
-
-def _is_number(value: Any, kind: type = Real) -> bool:
-    return isinstance(value, kind) and not isinstance(value, bool)

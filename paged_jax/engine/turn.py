@@ -7,14 +7,12 @@ from typing import Concatenate, Protocol
 
 
 class Turn:
-    """A `with` block in which this thread, and no other, is in the engine; blocks may be nested.
+    """A `with` block in which one thread uses the engine; its blocks may be nested.
 
-    The engine is a thread's from its first call until the engine is free again: then the next
-    thread that calls has it. So is the engine of a thread that has ended.
+    The first thread that calls owns the engine. Another may take it over once the engine is free,
+    or once its owner has ended; before that, RuntimeError at once.
 
     is_free: whether nothing is left of any request.
-
-    RuntimeError, at once, in a thread that does not have the engine.
     """
 
     def __init__(self, is_free: Callable[[], bool]):
@@ -58,7 +56,7 @@ class _HasTurn(Protocol):
 def in_turn[Self: _HasTurn, **P, R](
     method: Callable[Concatenate[Self, P], R],
 ) -> Callable[Concatenate[Self, P], R]:
-    """Makes a method one of those that one thread at a time may call."""
+    """Decorates a method that one thread at a time may call."""
 
     @wraps(method)
     def call(self: Self, /, *args: P.args, **kwargs: P.kwargs) -> R:

@@ -15,11 +15,11 @@ from paged_jax.steps.model_steps import remember_step
 
 
 class Histories:
-    """Gives slots of the history to sequences, and writes their tokens when they get one.
+    """Gives sequences slots of the history; a new slot gets all of the sequence's tokens.
 
-    From then on each decode step adds the token that it is given, so that a sequence's tokens are
-    sent once, and a step that runs ahead of the host needs none of them from there. What a failed
-    step has written is written again when it is planned again.
+    From then on each decode step adds the token that it is given: a sequence's tokens are sent
+    once, and a step that runs ahead of the host needs none from there. What a failed step has
+    written is written again when it is planned again.
 
     array: `i32[max_num_seqs, max_model_len]`, the history that steps take.
     """

@@ -226,7 +226,7 @@ class JaxExecutor:
     def _masked(
         self, sampling: SamplingBatch, seqs: list[Sequence], num_rows: int, errors: dict[int, str]
     ) -> SamplingBatch:
-        """The same with the masks of what constraints allow; adds to `errors` those that raised."""
+        """The batch with masks of constraints; `errors` gets why a sequence's has raised."""
         masks, raised = token_masks(seqs, num_rows, self._sampling.vocab_size)
         errors |= raised
         return replace(sampling, rules=replace(sampling.rules, allowed=masks))

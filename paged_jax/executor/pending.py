@@ -82,10 +82,13 @@ def _to_host(scores: Scores, counts: list[int]) -> list[TokenLogprobs]:
     ]
 
 
-def failed_rows(
+def _failed_rows(
     seqs: list[Sequence], sampled: Sampled, errors: Mapping[int, str]
 ) -> dict[int, str]:
-    """Why a row's token means nothing, by row; `errors` are those known before, by sequence."""
+    """Why a row's token means nothing, by row.
+
+    errors: by id, why a sequence had failed before it was sampled.
+    """
     found = {}
     for row in np.flatnonzero(~np.asarray(sampled.is_valid)[: len(seqs)]).tolist():
         number = seqs[row].num_output_tokens
@@ -140,7 +143,7 @@ class PendingSteps:
         failed: dict[int, str] = {}
         logprobs: list[TokenLogprobs | None] = []
         for seqs, sampled in self.steps:
-            reasons = failed_rows(seqs, sampled, self._errors)
+            reasons = _failed_rows(seqs, sampled, self._errors)
             failed |= {len(tokens) + row: reason for row, reason in reasons.items()}
             tokens += np.asarray(sampled.tokens)[: len(seqs)].tolist()
             logprobs += sampled_logprobs(seqs, sampled)

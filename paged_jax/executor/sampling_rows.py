@@ -90,7 +90,7 @@ class SamplingArrays:
         )
 
     def _rules(self, rows: np.ndarray, seqs: Seq[Sequence], slots: Seq[int]) -> LogitRules:
-        """What no row has stays on the device from one batch to the next."""
+        """The rules of `rows`; a kind that no row has stays on the device from batch to batch."""
         num_rows = len(rows)
         if num_rows not in self._no_rules:
             self._no_rules[num_rows] = jax.device_put(self._empty_rules(num_rows))
@@ -109,7 +109,6 @@ class SamplingArrays:
             nothing,
             **{name: rows[name] for name in _PENALTIES},
             **flags,
-            is_changed=np.asarray(True),
             slots=padded_slots,
             biases=token_biases(seqs, num_rows) if flags["is_biased"] else nothing.biases,
             processors=processors,
@@ -119,7 +118,7 @@ class SamplingArrays:
         rows = sampling_rows([], num_rows)
         return LogitRules(
             **{name: rows[name] for name in _PENALTIES},
-            **{name: np.asarray(False) for name in ("is_changed", *_RULE_FLAGS)},
+            **{name: np.asarray(False) for name in _RULE_FLAGS},
             slots=np.full(num_rows, NO_SLOT, np.int32),
             biases=token_biases([], num_rows),
             allowed=np.zeros((num_rows, -(-self.vocab_size // 32)), np.uint32),
@@ -128,31 +127,21 @@ class SamplingArrays:
 
 
 def token_biases(seqs: Seq[Sequence], num_rows: int) -> TokenBiases:
-    """Of `logit_bias`, and of end tokens that `min_tokens` leaves out."""
+    """Biases of `logit_bias`, and those that leave out end tokens until `min_tokens` are there."""
     tokens, until = (np.zeros((num_rows, MAX_BIASES), np.int32) for _ in range(2))
     values = np.zeros((num_rows, MAX_BIASES), np.float32)
     for row, seq in enumerate(seqs):
         params = seq.request.params
-        biases = dict(params.logit_biases)
-        n = len(biases)
-        tokens[row, :n] = list(biases)
-        values[row, :n] = np.clip(list(biases.values()), -_MAX_FLOAT, _MAX_FLOAT)
-        until[row, :n] = _MAX_INT
+        n = len(params.logit_biases)
+        if n:
+            tokens[row, :n], values[row, :n] = zip(*params.logit_biases, strict=True)
+            until[row, :n] = _MAX_INT
         if params.min_tokens:
             end = n + len(seq.end_token_ids)
             tokens[row, n:end] = list(seq.end_token_ids)
             values[row, n:end] = -np.inf
             until[row, n:end] = min(params.min_tokens, _MAX_INT)
     return TokenBiases(tokens, values, until)
-
-
-def check_biases(num_biases: int, num_end_tokens: int) -> None:
-    """ValueError if a request with `min_tokens` or `logit_bias` has more than a row holds."""
-    if num_biases + num_end_tokens > MAX_BIASES:
-        raise ValueError(
-            f"{num_biases} tokens in logit_bias and {num_end_tokens} end tokens (EOS and "
-            f"stop_token_ids together) that min_tokens leaves out are more than {MAX_BIASES}"
-        )
 
 
 def token_masks(

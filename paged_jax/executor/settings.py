@@ -1,7 +1,7 @@
-"""JAX's settings, which belong to the process or to a `with` block: what an engine makes of them.
+"""JAX's settings, of the process or of a `with` block: those that an engine refuses, or keeps.
 
 Kernels and steps keep to JAX's default rules for types and shapes, and samples to one random number
-generator, so most settings change nothing. A few leave an engine no way to run: it refuses them.
+generator, so most settings change nothing. An engine refuses the few under which no step can run.
 """
 
 from collections.abc import Callable, Iterator
@@ -10,7 +10,7 @@ from functools import partial
 
 import jax
 
-# Settings `jax_…`, and context managers `jax.…`, that a compiled step is good for one value of.
+# Settings `jax_…`, and context managers `jax.…`: a compiled step is good for one value of each.
 COMPILED_FOR = (
     "debug_infs",
     "debug_nans",
@@ -52,13 +52,13 @@ def check_settings() -> None:
 
 
 def current_device() -> Callable[[], AbstractContextManager[None]]:
-    """Makes blocks in which the default device is what it is now."""
+    """A maker of `with` blocks in which the default device is the present one."""
     device = jax.config.jax_default_device
     return nullcontext if device is None else partial(jax.default_device, device)
 
 
 def current_settings() -> Callable[[], AbstractContextManager[None]]:
-    """Makes blocks, for any thread, in which `COMPILED_FOR` are what they are now in this one."""
+    """A maker of `with` blocks, for any thread, with this thread's present `COMPILED_FOR`."""
     values = {name: getattr(jax.config, f"jax_{name}") for name in COMPILED_FOR}
 
     @contextmanager

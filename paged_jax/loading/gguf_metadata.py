@@ -1,6 +1,6 @@
-"""A GGUF file's metadata, which notes what is read, so that nothing is skipped in silence.
+"""A GGUF file's metadata. It notes which keys are read, so that none is skipped in silence.
 
-Every key that tells how the model computes or how texts become tokens is read, is known to change
+A key on how the model computes, or on how texts become tokens, is read, or is known to change
 nothing, or is refused. Other keys (name, licence, sampling hints, a community's own) are free.
 """
 
@@ -10,8 +10,8 @@ from fnmatch import fnmatchcase
 from typing import Any
 
 _ANY = object()
-# Keys that need not be read -> the values with which they change nothing, beside 0, False and empty
-# ones, which no key here uses to ask for something.
+# Keys that need not be read -> the values with which they change nothing. No key asks for anything
+# by 0, False or an empty value.
 _HARMLESS: dict[str, tuple[Any, ...]] = {
     "*.vocab_size": (_ANY,),  # the embedding has the rows that it has
     "*.expert_*": (_ANY,),  # `expert_count` itself is read

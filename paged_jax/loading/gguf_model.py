@@ -45,13 +45,22 @@ def read_gguf_config(file: GgufFile) -> ModelConfig:
     does not fit, or changes what the model computes in a way that is not supported.
     """
     metadata = GgufMetadata(file.metadata)
-    _check_file(file, metadata)
-    arch = metadata.get("general.architecture")
-    if arch not in _ARCHITECTURES:
-        raise ValueError(
-            f"{file.path}: model architecture {arch!r} is not supported; supported: "
-            f"{', '.join(_ARCHITECTURES)}"
-        )
+    try:
+        _check_file(metadata)
+        arch = metadata.get("general.architecture")
+        if arch not in _ARCHITECTURES:
+            raise ValueError(
+                f"model architecture {arch!r} is not supported; supported: "
+                f"{', '.join(_ARCHITECTURES)}"
+            )
+        config = _config(file, metadata, arch)
+        metadata.refuse_unread(arch)
+        return config
+    except (ValueError, TypeError, ZeroDivisionError) as error:
+        raise ValueError(f"{file.path}: {error}") from error
+
+
+def _config(file: GgufFile, metadata: GgufMetadata, arch: str) -> ModelConfig:
     sizes = {
         "hidden_size": "embedding_length",
         "intermediate_size": "feed_forward_length",
@@ -64,48 +73,38 @@ def read_gguf_config(file: GgufFile) -> ModelConfig:
     if "token_embd.weight" not in file.tensors:
         missing.append("tensor token_embd.weight")
     if missing:
-        raise ValueError(f"{file.path}: missing {', '.join(missing)}")
+        raise ValueError(f"missing {', '.join(missing)}")
     if metadata.get(f"{arch}.expert_count"):
-        raise ValueError(f"{file.path}: mixtures of experts are not supported")
-    try:
-        sizes["num_kv_heads"] = "attention.head_count_kv"
-        values = {
-            field: _same_in_all_layers(f"{arch}.{key}", metadata.get(f"{arch}.{key}"))
-            for field, key in sizes.items()
-        }
-        num_heads = values["num_heads"]
-        if values["num_kv_heads"] is None:
-            values["num_kv_heads"] = num_heads
-        if not metadata.get(f"{arch}.attention.causal", True):
-            raise ValueError(f"{arch}.attention.causal=False is not supported")
-        head_dim = metadata.get(f"{arch}.attention.key_length", values["hidden_size"] // num_heads)
-        for key in ("rope.dimension_count", "attention.value_length"):
-            size = metadata.get(f"{arch}.{key}", head_dim)
-            if size != head_dim:
-                raise ValueError(f"{arch}.{key}={size} is not the head size {head_dim}")
-        scaling = _rope_scaling(file, metadata, arch)
-        if scaling is not None:
-            length = scaling.usable_length(values["max_position_embeddings"])
-            values["max_position_embeddings"] = length
-        config = ModelConfig(
-            **values,
-            vocab_size=file.tensors["token_embd.weight"].shape[0],
-            head_dim=head_dim,
-            rope_theta=metadata.get(f"{arch}.rope.freq_base", 10000.0),
-            rope_scaling=scaling,
-            tie_word_embeddings="output.weight" not in file.tensors,
-            attention_bias="blk.0.attn_q.bias" in file.tensors,
-            attention_out_bias="blk.0.attn_output.bias" in file.tensors,
-            mlp_bias="blk.0.ffn_gate.bias" in file.tensors,
-            sliding_window=metadata.get(f"{arch}.attention.sliding_window") or None,
-            bos_token_id=special_token_id(metadata, "bos"),
-            eos_token_ids=end_tokens(metadata),
-            name=metadata.get("general.name", file.path.stem),
-        )
-        metadata.refuse_unread(arch)
-        return config
-    except (ValueError, TypeError, ZeroDivisionError) as error:
-        raise ValueError(f"{file.path}: {error}") from error
+        raise ValueError("mixtures of experts are not supported")
+    if not metadata.get(f"{arch}.attention.causal", True):
+        raise ValueError(f"{arch}.attention.causal=False is not supported")
+    values = {field: _size(metadata, f"{arch}.{key}") for field, key in sizes.items()}
+    num_heads = values["num_heads"]
+    head_dim = metadata.get(f"{arch}.attention.key_length", values["hidden_size"] // num_heads)
+    for key in ("rope.dimension_count", "attention.value_length"):
+        size = metadata.get(f"{arch}.{key}", head_dim)
+        if size != head_dim:
+            raise ValueError(f"{arch}.{key}={size} is not the head size {head_dim}")
+    scaling = _rope_scaling(file, metadata, arch)
+    if scaling is not None:
+        length = scaling.usable_length(values["max_position_embeddings"])
+        values["max_position_embeddings"] = length
+    return ModelConfig(
+        **values,
+        num_kv_heads=_size(metadata, f"{arch}.attention.head_count_kv", num_heads),
+        vocab_size=file.tensors["token_embd.weight"].shape[0],
+        head_dim=head_dim,
+        rope_theta=metadata.get(f"{arch}.rope.freq_base", 10000.0),
+        rope_scaling=scaling,
+        tie_word_embeddings="output.weight" not in file.tensors,
+        attention_bias="blk.0.attn_q.bias" in file.tensors,
+        attention_out_bias="blk.0.attn_output.bias" in file.tensors,
+        mlp_bias="blk.0.ffn_gate.bias" in file.tensors,
+        sliding_window=metadata.get(f"{arch}.attention.sliding_window") or None,
+        bos_token_id=special_token_id(metadata, "bos"),
+        eos_token_ids=end_tokens(metadata),
+        name=metadata.get("general.name", file.path.stem),
+    )
 
 
 class GgufTensors:
@@ -141,27 +140,27 @@ def halves_from_pairs(tensor: FloatArray, num_heads: int) -> FloatArray:
     return np.swapaxes(pairs, 1, 2).reshape(tensor.shape)
 
 
-def _check_file(file: GgufFile, metadata: GgufMetadata) -> None:
-    """ValueError for a file that is no whole model, or whose quantised data is of another time."""
+def _check_file(metadata: GgufMetadata) -> None:
+    """ValueError for a file that is not a whole model, or of another quantisation version."""
     kind = metadata.get("general.type", "model")
     if kind != "model":
-        raise ValueError(f"{file.path}: general.type is {kind!r}: the file holds no model")
+        raise ValueError(f"general.type is {kind!r}: the file holds no model")
     num_parts = metadata.get("split.count", 1)
     if num_parts > 1:
         raise ValueError(
-            f"{file.path} is one of {num_parts} parts of a model (split.count); join them: "
+            f"the file is one of {num_parts} parts of a model (split.count); join them: "
             "llama-gguf-split --merge FIRST_PART WHOLE"
         )
     version = metadata.get("general.quantization_version", _QUANTIZATION_VERSION)
     if version != _QUANTIZATION_VERSION:
         raise ValueError(
-            f"{file.path}: general.quantization_version {version} is not supported, only "
-            f"{_QUANTIZATION_VERSION}"
+            f"general.quantization_version {version} is not supported, only {_QUANTIZATION_VERSION}"
         )
 
 
-def _same_in_all_layers(key: str, value: Any) -> Any:
+def _size(metadata: GgufMetadata, key: str, default: Any = None) -> Any:
     """A size, of which a file may have one for each layer. ValueError if they differ."""
+    value = metadata.get(key, default)
     if not isinstance(value, list):
         return value
     if len(set(value)) != 1:

@@ -67,14 +67,11 @@ def read_hf_config(directory: Path) -> ModelConfig:
 
 
 def _refuse_quantised(directory: Path, hf: Mapping[str, Any]) -> None:
-    method, source = None, "config.json"
-    for key in ("quantization_config", "compression_config"):
-        if settings := hf.get(key):
-            method = settings.get("quant_method", "an unnamed method")
-    for name, writer in _QUANTISATION_FILES.items():
-        if method is None and (directory / name).is_file():
-            method, source = writer, name
-    if method is not None:
+    files = _QUANTISATION_FILES.items()
+    found = {method: name for name, method in files if (directory / name).is_file()}
+    if settings := hf.get("quantization_config") or hf.get("compression_config"):
+        found = {settings.get("quant_method", "an unnamed method"): "config.json"}
+    for method, source in found.items():
         raise ValueError(
             f"{directory}: the weights are quantised ({method}, says {source}), which is not "
             "supported; use the model's float weights, or a GGUF file of it"

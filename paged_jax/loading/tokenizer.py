@@ -4,6 +4,8 @@ import os
 from pathlib import Path
 from typing import Any
 
+from paged_jax.values import one_line
+
 # transformers.PreTrainedTokenizerFast; the package has no type information.
 Tokenizer = Any
 
@@ -29,9 +31,8 @@ def read_hf_tokenizer(directory: Path) -> Tokenizer:
     try:
         tokenizer = loader.from_pretrained(str(directory), local_files_only=True)
     except Exception as error:  # transformers and tokenizers raise bare Exceptions, among others
-        reason = " ".join(str(error).split()) or type(error).__name__
         raise ValueError(
-            f"{directory}: transformers cannot load the tokenizer: {reason}"
+            f"{directory}: transformers cannot load the tokenizer: {one_line(error)}"
         ) from error
     if not tokenizer.is_fast:
         raise ValueError(

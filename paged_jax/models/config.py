@@ -100,7 +100,7 @@ class RopeScaling:
 
     @property
     def frequency_factors(self) -> tuple[tuple[float, ...], ...]:
-        """The tuples of factors that this kind has."""
+        """The tuples of factors that this kind divides frequencies by."""
         kinds = {"factors": (self.factors,), "longrope": (self.factors, self.long_factors)}
         return kinds.get(self.kind, ())
 

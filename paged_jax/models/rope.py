@@ -98,7 +98,7 @@ def _longrope(wavelengths: Frequencies, scaling: RopeScaling, config: ModelConfi
 
 
 def _longrope_attention_factor(scaling: RopeScaling) -> float:
-    """The same for short sequences and long ones, as in transformers."""
+    """One factor for short sequences and long ones, as in transformers."""
     original = scaling.original_max_position_embeddings
     if scaling.attention_factor is not None:
         return float(scaling.attention_factor)

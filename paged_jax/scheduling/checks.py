@@ -24,8 +24,8 @@ def fitting_max_tokens(request: Request, memory: MemoryManager, config: EngineCo
     """How many tokens each sequence may generate so that the request can finish when it is alone.
 
     That is `max_tokens`, clipped to `max_model_len`; None is clipped to the pool as well. A number
-    that the pool can never hold is refused: it would depend on the pool what comes out. ValueError
-    if no token fits, or fewer than `min_tokens`.
+    that the pool can never hold is refused, as the output would depend on the pool. ValueError if
+    no token fits, or fewer than `min_tokens`.
     """
     name, params = f"request {request.request_id!r}", request.params
     num_prompt, max_num_seqs = len(request.prompt_token_ids), config.max_num_seqs

@@ -1,5 +1,6 @@
-"""What changes logits before a token is drawn, in vLLM's order: masks, biases, logits processors,
-then penalties. No row's logits depend on another row.
+"""Rules that change logits before a token is drawn, in vLLM's order.
+
+These are masks, biases, logits processors, then penalties. No row's logits depend on another row.
 """
 
 from collections.abc import Callable, Sequence
@@ -43,10 +44,15 @@ class LogitRules:
     biases: TokenBiases  # read if `is_biased`
     allowed: ArrayLike  # u32[B, ceil(V / 32)], bit masks as in TokenConstraint; read if `is_masked`
     processors: ArrayLike  # bool[B, P], which logits processors the row wants
-    is_changed: ArrayLike  # bool[], some row has a rule of any kind
     is_masked: ArrayLike  # bool[], some row has a mask
     is_biased: ArrayLike  # bool[], some row has biases
     is_penalised: ArrayLike  # bool[], some row has penalties
+
+    @property
+    def is_any(self) -> Array:
+        """`bool[]`, some row has a rule of any kind."""
+        flags = (self.is_masked, self.is_biased, self.is_penalised, jnp.any(self.processors))
+        return jnp.any(jnp.stack(flags))
 
 
 def change_logits(

@@ -66,25 +66,17 @@ def sample(
     some row has rules, the check takes a pass over the vocabulary. Rules may also leave no token.
     """
     positions = jnp.asarray(positions)
-    index = positions + 1 - jnp.asarray(batch.num_prompt_tokens)  # of the sampled token
-    rules, is_changed = batch.rules, batch.rules.is_changed
-    adjusted = lax.cond(
-        is_changed,
-        lambda: change_logits(
-            logits,
-            positions,
-            jnp.asarray(batch.num_prompt_tokens),
-            rules,
-            jnp.asarray(history),
-            processors,
-        ),
-        lambda: logits,
-    )
-    greedy = jnp.argmax(adjusted, axis=-1).astype(jnp.int32)
-    largest = lax.cond(
-        is_changed, lambda: jnp.argmax(logits, axis=-1).astype(jnp.int32), lambda: greedy
-    )
+    num_prompt_tokens, history = jnp.asarray(batch.num_prompt_tokens), jnp.asarray(history)
+
+    def changed() -> Array:
+        return change_logits(logits, positions, num_prompt_tokens, batch.rules, history, processors)
+
+    has_rules = batch.rules.is_any
+    adjusted = lax.cond(has_rules, changed, lambda: logits)
+    greedy = _argmax(adjusted)
+    largest = lax.cond(has_rules, lambda: _argmax(logits), lambda: greedy)
     is_finite = _is_finite_at(logits, largest)
+    index = positions + 1 - num_prompt_tokens  # of the sampled token
     tokens = lax.cond(
         batch.draws,
         lambda: jnp.where(batch.temperature == 0, greedy, _draw(adjusted, index, batch)),
@@ -103,6 +95,10 @@ def sample(
     )
     is_valid = is_finite & _is_finite_at(adjusted, greedy)
     return Sampled(tokens, logprobs, top_tokens, top_logprobs, is_valid, is_finite)
+
+
+def _argmax(x: Array) -> Array:
+    return jnp.argmax(x, axis=-1).astype(jnp.int32)
 
 
 def _is_finite_at(logits: Array, tokens: Array) -> Array:
@@ -125,7 +121,7 @@ def _draw(logits: Array, index: Array, batch: SamplingBatch) -> Array:
             )
 
     noisy = scaled + jax.vmap(noise)(jnp.asarray(batch.seed), index)
-    return jnp.argmax(noisy, axis=-1).astype(jnp.int32)
+    return _argmax(noisy)
 
 
 def _filter(logits: Array, batch: SamplingBatch) -> Array:

@@ -1,5 +1,4 @@
-"""Reading trace files: lines, columns of CSV, JSON lines, elements of a JSON list, each with its
-place in the file."""
+"""Trace files: lines, columns of CSV, JSON lines, elements of a JSON list, each with its place."""
 
 import codecs
 import csv

@@ -1,4 +1,4 @@
-"""Numbers and times as the writers of traces print them."""
+"""Numbers and times, as traces have them in text or in JSON."""
 
 import math
 from datetime import UTC, datetime, timedelta
@@ -37,10 +37,10 @@ def whole_number(value: object, name: str, minimum: int) -> int:
 
 
 def microseconds(value: object, name: str, *, per_second: int = 1) -> int:
-    """A time in microseconds: a number of seconds, or an ISO date, then since 1970.
+    """A time in microseconds, from a number or from an ISO date, which counts from 1970.
 
-    per_second: how many of the number's units make a second. An epoch time may count milli-, micro-
-    or nanoseconds instead. A date without a time zone is in UTC.
+    per_second: how many of the number's units make a second. A time since 1970 may count milli-,
+    micro- or nanoseconds instead. A date without a time zone is in UTC.
     """
     if isinstance(value, str) and math.isnan(_float(value)):
         try:

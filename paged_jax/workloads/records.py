@@ -1,9 +1,11 @@
-"""Records of a file: one that cannot be used costs itself alone, and is counted and named."""
+"""Records of a file: one that cannot be used is skipped, counted and named; the others stay."""
 
 import re
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
+
+from paged_jax.values import one_line
 
 NAMED = 3  # reasons that a note names, and places of each
 
@@ -12,15 +14,15 @@ type Placed[T] = tuple[str, T]  # where in the file a record is, as in "line 3",
 
 @dataclass
 class Skipped:
-    """The records of a file that are skipped. `usable` adds to it as it is read to its end."""
+    """The records of a file that are skipped; they are added while `usable` is iterated over."""
 
     path: str | Path
     count: int = 0
     _reasons: dict[str, tuple[str, list[str]]] = field(default_factory=dict)  # first, and places
 
     def add(self, place: str, error: Exception | str) -> None:
-        """A record is skipped."""
-        reason = " ".join(str(error).split()) or type(error).__name__
+        """Skip the record at this place."""
+        reason = one_line(error)
         # The same slip with another value is no reason of its own.
         kind = re.sub(r"\d+", "", reason.split(", got ")[0])
         self._reasons.setdefault(kind, (reason, []))[1].append(place)
@@ -50,7 +52,7 @@ class Skipped:
         return kept, [f"skipped {self.count} of {total} records: {self}"] if self.count else []
 
     def __str__(self) -> str:
-        """The commonest reasons, each with the places where it was met first."""
+        """The commonest reasons, each with its first places."""
         reasons = sorted(self._reasons.values(), key=lambda reason: -len(reason[1]))
         told = [f"{reason} ({_listed(places)})" for reason, places in reasons[:NAMED]]
         if others := sum(len(places) for _, places in reasons[NAMED:]):

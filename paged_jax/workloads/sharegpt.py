@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from paged_jax.values import check_unicode
 from paged_jax.workloads.files import read_json_records
 from paged_jax.workloads.records import Skipped
 from paged_jax.workloads.request import WorkloadRequest
@@ -76,10 +77,7 @@ def _text(value: Any) -> str:
     if not all(isinstance(text, str) for text in texts):
         raise ValueError(f"a turn's text expected, got {value!r:.80}")
     text = "\n".join(map(str, texts))
-    try:
-        text.encode()
-    except UnicodeEncodeError as error:
-        raise ValueError(f"a turn is not valid Unicode: {error.reason}") from None
+    check_unicode("a turn", text)
     return text
 
 
