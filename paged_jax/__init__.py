@@ -13,8 +13,16 @@ if TYPE_CHECKING:
     from paged_jax.engine.engine import Engine
     from paged_jax.outputs import CompletionOutput, RequestOutput
     from paged_jax.sampling_params import SamplingParams
+    from paged_jax.structured_outputs import StructuredOutputsParams
 
-__all__ = ["CompletionOutput", "Engine", "EngineConfig", "RequestOutput", "SamplingParams"]
+__all__ = [
+    "CompletionOutput",
+    "Engine",
+    "EngineConfig",
+    "RequestOutput",
+    "SamplingParams",
+    "StructuredOutputsParams",
+]
 
 _HOME = {
     "CompletionOutput": "paged_jax.outputs",
@@ -22,6 +30,7 @@ _HOME = {
     "EngineConfig": "paged_jax.config",
     "RequestOutput": "paged_jax.outputs",
     "SamplingParams": "paged_jax.sampling_params",
+    "StructuredOutputsParams": "paged_jax.structured_outputs",
 }
 
 

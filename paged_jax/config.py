@@ -5,12 +5,13 @@ and the experiments define a flag for each. A new option is one more field of `E
 """
 
 import dataclasses
-import difflib
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from numbers import Integral, Real
 from typing import Any, Literal, Self, get_args
+
+from paged_jax.values import unknown
 
 PreemptionMode = Literal["recompute", "swap", "auto"]
 
@@ -180,9 +181,7 @@ class EngineConfig:
         names = [field.name for field in dataclasses.fields(cls)]
         for name in options:
             if name not in names:
-                [*nearest] = difflib.get_close_matches(name, names, n=1)
-                hint = f"did you mean {nearest[0]!r}?" if nearest else f"one of {', '.join(names)}"
-                raise TypeError(f"unknown option {name!r}; {hint}")
+                raise TypeError(unknown("option", name, names))
         return cls(**options)
 
     def __post_init__(self) -> None:

@@ -2,36 +2,107 @@
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from numbers import Integral, Real
+from dataclasses import dataclass, fields
 from typing import Any, Literal
+
+from paged_jax.structured_outputs import StructuredOutputsParams
+from paged_jax.values import (
+    check_fields,
+    checked,
+    flag,
+    integer,
+    made_from,
+    number,
+    plain,
+    string,
+    strings,
+    token_ids,
+)
 
 MAX_LOGPROBS = 20
 MAX_N = 16384  # a request makes n sequences at once
 # A step reports at most MAX_LOGPROBS candidates of a beam; width + end tokens are needed.
 MAX_BEAM_WIDTH = MAX_LOGPROBS - 1
+MAX_LOGIT_BIAS = 100.0
+MAX_LOGIT_BIASES = 300  # tokens of a request
+
+# What would change the scores of beams, or end a beam by its text; so would a temperature.
+_NOT_WITH_BEAMS = (
+    "best_of",
+    "top_k",
+    "top_p",
+    "min_p",
+    "repetition_penalty",
+    "presence_penalty",
+    "frequency_penalty",
+    "min_tokens",
+    "stop",
+    "logprobs",
+    "logit_bias",
+    "logits_processors",
+    "allowed_token_ids",
+    "bad_words",
+    "structured_outputs",
+)
 
 
-@dataclass(frozen=True, slots=True)
-class StructuredOutputsParams:
-    """What a text must match: one of these."""
+def _logit_bias(name: str, value: Any) -> tuple[tuple[int, float], ...] | None:
+    """Pairs of token and bias; None for no pair. The keys of JSON are strings."""
+    pairs = value.items() if isinstance(value, Mapping) else value
+    try:
+        pairs = [(int(t) if isinstance(t, str) else plain(t), bias) for t, bias in pairs]
+    except (TypeError, ValueError):
+        raise ValueError(f"{name} must map token ids to numbers, got {value!r:.80}") from None
+    tokens = token_ids(name, [token for token, _ in pairs])
+    most = MAX_LOGIT_BIAS
+    biases = [number(f"{name} of {t}", bias, low=-most, high=most) for t, bias in pairs]
+    if len(set(tokens)) < len(tokens):
+        raise ValueError(f"{name} must name each token once, got {value!r:.80}")
+    if len(tokens) > MAX_LOGIT_BIASES:
+        raise ValueError(f"{name} must hold at most {MAX_LOGIT_BIASES} tokens, got {len(tokens)}")
+    return tuple(sorted(zip(tokens, biases, strict=True))) or None
 
-    json: str | Mapping[str, Any] | None = None  # a JSON schema
-    regex: str | None = None
-    choice: Sequence[str] | None = None
-    grammar: str | None = None  # in Lark's syntax, as llguidance reads it
-    json_object: bool = False  # any JSON object
+
+def _allowed_tokens(name: str, value: Any) -> tuple[int, ...]:
+    if not (tokens := token_ids(name, value)):
+        raise ValueError(f"{name} must hold a token, or be None; got {value!r:.80}")
+    return tokens
+
+
+def _structured_outputs(name: str, value: Any) -> StructuredOutputsParams:
+    return made_from(StructuredOutputsParams, value, name)
+
+
+def _early_stopping(name: str, value: Any) -> bool | Literal["never"]:
+    # 1 equals True, but the search looks for True itself.
+    if (value := plain(value)) != "never" and not isinstance(value, bool):
+        raise ValueError(f'{name} must be True, False or "never", got {value!r:.80}')
+    return value
 
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
     """Checked on construction: ValueError names the parameter and the value it had.
 
-    `top_k` 0 or -1, `top_p` 1 and `min_p` 0 are off; temperature 0 is greedy. `stop` may be one
-    string or several. `min_tokens` tokens are generated before a stop token, EOS or a stop string
-    may end the sequence. `logprobs` asks for the log-probabilities of each sampled token and of
-    that many most likely tokens; `prompt_logprobs` for the same of the prompt's tokens, all of
-    which are then computed, whatever the prefix cache holds.
+    Collections may have any form, and numbers and arrays may be numpy's or JAX's; what is read back
+    is hashable: tuples and Python's numbers, `logit_bias` as pairs of token and bias.
+
+    `top_k` 0 or -1, `top_p` 1 and `min_p` 0 are off; temperature 0 is greedy. `max_tokens` is cut
+    to what `max_model_len` allows; None goes on to the end, as far as that and the pool allow.
+    `stop` may be one string or several. `min_tokens` tokens are generated before a stop token, EOS
+    or a stop string may end the sequence. `logprobs` asks for the log-probabilities of each sampled
+    token and of that many most likely tokens; `prompt_logprobs` for the same of the prompt's
+    tokens, all of which are then computed, whatever the prefix cache holds.
+
+    `truncate_prompt_tokens` keeps so many tokens of the prompt, its last ones; -1: as many as leave
+    room for `max_tokens` in `max_model_len`.
+
+    `logit_bias` is added to the logits of tokens; `logits_processors` names functions that the
+    engine has registered. Only `allowed_token_ids` are generated, where given:
+    an end token has to be among them for the sequence to end by it. `bad_words` are not generated,
+    neither at the beginning of a word nor after a space: a word is left out as the tokenizer spells
+    it. `structured_outputs` has the text match a JSON schema, a regular expression or a grammar.
+    All of these hold together; a request that they leave no token ends with an error.
 
     `best_of` sequences are sampled (None: `n`), and the `n` with the highest cumulative
     log-probability are returned, best first. `beam_width` searches for the likeliest continuations
@@ -42,106 +113,71 @@ class SamplingParams:
     `cache_salt` share the prefix cache.
     """
 
-    n: int = 1
-    best_of: int | None = None
-    beam_width: int | None = None
-    length_penalty: float = 1.0
-    early_stopping: bool | Literal["never"] = False
-    temperature: float = 1.0
-    top_k: int = 0
-    top_p: float = 1.0
-    min_p: float = 0.0
-    repetition_penalty: float = 1.0
-    presence_penalty: float = 0.0
-    frequency_penalty: float = 0.0
-    seed: int | None = None
-    max_tokens: int = 16
-    min_tokens: int = 0
-    stop: str | Sequence[str] = ()
-    stop_token_ids: Sequence[int] = ()
-    ignore_eos: bool = False
-    logprobs: int | None = None
-    prompt_logprobs: int | None = None
-    include_stop_str_in_output: bool = False
-    skip_special_tokens: bool = True
-    logit_bias: Mapping[int, float] | None = None
-    logits_processors: str | Sequence[str] = ()
-    allowed_token_ids: Sequence[int] | None = None
-    bad_words: str | Sequence[str] = ()
-    structured_outputs: StructuredOutputsParams | None = None
-    truncate_prompt_tokens: int | None = None
-    cache_salt: str | None = None
+    n: int = checked(integer, 1, low=1, high=MAX_N)
+    best_of: int | None = checked(integer, None, low=1, high=MAX_N)
+    beam_width: int | None = checked(integer, None, low=1, high=MAX_BEAM_WIDTH)
+    length_penalty: float = checked(number, 1.0, low=-math.inf)
+    early_stopping: bool | Literal["never"] = checked(_early_stopping, False)
+    temperature: float = checked(number, 1.0, low=0.0)
+    top_k: int = checked(integer, 0, low=-1)
+    top_p: float = checked(number, 1.0, low=0.0, high=1.0, above_low=True)
+    min_p: float = checked(number, 0.0, low=0.0, high=1.0)
+    repetition_penalty: float = checked(number, 1.0, low=0.0, above_low=True)
+    presence_penalty: float = checked(number, 0.0, low=-2.0, high=2.0)
+    frequency_penalty: float = checked(number, 0.0, low=-2.0, high=2.0)
+    seed: int | None = checked(integer, None, low=0)
+    max_tokens: int | None = checked(integer, 16, low=1, optional=True)
+    min_tokens: int = checked(integer, 0, low=0)
+    stop: str | Sequence[str] = checked(strings, ())
+    stop_token_ids: Sequence[int] = checked(token_ids, ())
+    ignore_eos: bool = checked(flag, False)
+    logprobs: int | None = checked(integer, None, low=0, high=MAX_LOGPROBS)
+    prompt_logprobs: int | None = checked(integer, None, low=0, high=MAX_LOGPROBS)
+    include_stop_str_in_output: bool = checked(flag, False)
+    skip_special_tokens: bool = checked(flag, True)
+    logit_bias: Mapping[int, float] | None = checked(_logit_bias, None)
+    logits_processors: str | Sequence[str] = checked(strings, ())
+    allowed_token_ids: Sequence[int] | None = checked(_allowed_tokens, None)
+    bad_words: str | Sequence[str] = checked(strings, ())
+    structured_outputs: StructuredOutputsParams | None = checked(_structured_outputs, None)
+    truncate_prompt_tokens: int | None = checked(integer, None, low=-1)
+    cache_salt: str | None = checked(string, None)
+
+    @classmethod
+    def of(cls, params: "SamplingParams | Mapping[str, Any] | None") -> "SamplingParams":
+        """The parameters from themselves, from a dict of them, or the defaults for None."""
+        return made_from(cls, {} if params is None else params, "params")
 
     def __post_init__(self) -> None:
-        self._int("n", low=1, high=MAX_N)
-        self._float("temperature", low=0.0)
-        self._int("top_k", low=-1)
-        self._set("top_k", max(self.top_k, 0))
-        self._float("top_p", low=0.0, high=1.0, above_low=True)
-        self._float("min_p", low=0.0, high=1.0)
-        self._float("repetition_penalty", low=0.0, above_low=True)
-        self._float("presence_penalty", low=-2.0, high=2.0)
-        self._float("frequency_penalty", low=-2.0, high=2.0)
-        if self.seed is not None:
-            self._int("seed", low=0)
-        self._int("max_tokens", low=1)
-        self._int("min_tokens", low=0)
-        if self.min_tokens > self.max_tokens:
+        check_fields(self)
+        object.__setattr__(self, "top_k", max(self.top_k, 0))
+        if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise ValueError(
                 f"min_tokens {self.min_tokens} is greater than max_tokens {self.max_tokens}"
             )
-        self._set("stop", _strings("stop", self.stop))
-        self._set("logits_processors", _strings("logits_processors", self.logits_processors))
-        self._set("stop_token_ids", _token_ids("stop_token_ids", self.stop_token_ids))
-        for name in ("logprobs", "prompt_logprobs"):
-            if getattr(self, name) is not None:
-                self._int(name, low=0, high=MAX_LOGPROBS)
-        for name in ("ignore_eos", "include_stop_str_in_output", "skip_special_tokens"):
-            if not isinstance(getattr(self, name), bool):
-                raise ValueError(f"{name} must be True or False, got {getattr(self, name)!r}")
-        if self.cache_salt is not None and not isinstance(self.cache_salt, str):
-            raise ValueError(f"cache_salt must be a string or None, got {self.cache_salt!r}")
-        if self.best_of is not None:
-            self._int("best_of", low=1, high=MAX_N)
-            if self.best_of < self.n:
-                raise ValueError(f"best_of {self.best_of} is less than n {self.n}")
+        if self.truncate_prompt_tokens == 0:
+            raise ValueError("truncate_prompt_tokens must be -1 or at least 1, got 0")
+        if self.best_of is not None and self.best_of < self.n:
+            raise ValueError(f"best_of {self.best_of} is less than n {self.n}")
         self._check_beams()
 
     def _check_beams(self) -> None:
-        self._float("length_penalty", low=-math.inf)
-        # 1 equals True, but the search looks for True itself.
-        if not isinstance(self.early_stopping, bool) and self.early_stopping != "never":
-            raise ValueError(
-                f'early_stopping must be True, False or "never", got {self.early_stopping!r}'
-            )
         if self.beam_width is None:
             for name, off in (("length_penalty", 1.0), ("early_stopping", False)):
-                if getattr(self, name) != off:
-                    raise ValueError(f"{name} {getattr(self, name)!r} needs a beam_width")
+                if (value := getattr(self, name)) != off:
+                    raise ValueError(f"{name} {value!r} needs a beam_width")
             return
-        self._int("beam_width", low=1, high=MAX_BEAM_WIDTH)
+        given = {f.name: v for f in fields(self) if (v := getattr(self, f.name)) != f.default}
         if self.n > self.beam_width:
             raise ValueError(f"n {self.n} is greater than beam_width {self.beam_width}")
-        # Parameters that would change the scores of beams, or end a beam by its text.
-        unsupported = {
-            "best_of": self.best_of is not None,
-            "temperature": self.temperature not in (0.0, 1.0),
-            "top_k": self.top_k > 0,
-            "top_p": self.top_p < 1,
-            "min_p": self.min_p > 0,
-            "repetition_penalty": self.repetition_penalty != 1,
-            "presence_penalty": self.presence_penalty != 0,
-            "frequency_penalty": self.frequency_penalty != 0,
-            "min_tokens": self.min_tokens > 0,
-            "stop": bool(self.stop),
-            "logprobs": self.logprobs is not None,
-        }
-        for name, given in unsupported.items():
-            if given:
-                raise ValueError(
-                    f"{name} {getattr(self, name)!r} does not go with beam_width "
-                    f"{self.beam_width}; beam search takes none"
-                )
+        unsupported = [name for name in _NOT_WITH_BEAMS if name in given]
+        if self.temperature not in (0.0, 1.0):
+            unsupported.append("temperature")
+        for name in unsupported:
+            raise ValueError(
+                f"{name} {given[name]!r:.80} does not go with beam_width {self.beam_width}; "
+                "beam search takes none"
+            )
 
     @property
     def num_sequences(self) -> int:
@@ -163,7 +199,7 @@ class SamplingParams:
 
     @property
     def has_penalties(self) -> bool:
-        """Whether sampling depends on the tokens so far."""
+        """Whether tokens that have come change how likely they are."""
         return (
             self.repetition_penalty != 1.0
             or self.presence_penalty != 0.0
@@ -172,13 +208,13 @@ class SamplingParams:
 
     @property
     def needs_history(self) -> bool:
-        """Whether sampling depends on the tokens so far, or on how many there are."""
-        return self.min_tokens > 0 or self.has_penalties
+        """Whether steps sample by the tokens so far."""
+        return self.has_penalties or bool(self.logits_processors)
 
     @property
     def logit_biases(self) -> tuple[tuple[int, float], ...]:
         """`logit_bias` as pairs of token and bias."""
-        return tuple((self.logit_bias or {}).items())
+        return self.logit_bias or ()  # type: ignore[return-value]  # normalised on construction
 
     @property
     def processor_names(self) -> tuple[str, ...]:
@@ -189,53 +225,3 @@ class SamplingParams:
     def stop_strings(self) -> tuple[str, ...]:
         """`stop` as a tuple."""
         return self.stop  # type: ignore[return-value]  # normalised on construction
-
-    def _set(self, name: str, value: Any) -> None:
-        object.__setattr__(self, name, value)
-
-    def _int(self, name: str, *, low: int, high: float = math.inf) -> None:
-        value = getattr(self, name)
-        if isinstance(value, bool) or not isinstance(value, Integral):
-            raise ValueError(f"{name} must be an integer, got {value!r}")
-        number = int(value)
-        if not low <= number <= high:
-            bound = f"at least {low}" if high == math.inf else f"between {low} and {high}"
-            raise ValueError(f"{name} must be {bound}, got {value!r}")
-        self._set(name, number)
-
-    def _float(
-        self, name: str, *, low: float, high: float = math.inf, above_low: bool = False
-    ) -> None:
-        value = getattr(self, name)
-        if isinstance(value, bool) or not isinstance(value, Real):
-            raise ValueError(f"{name} must be a number, got {value!r}")
-        number = float(value)
-        if not math.isfinite(number):
-            raise ValueError(f"{name} must be finite, got {value!r}")
-        if not low <= number <= high or (above_low and number == low):
-            bound = f"above {low}" if above_low else f"at least {low}"
-            if high != math.inf:
-                bound += f" and at most {high}"
-            raise ValueError(f"{name} must be {bound}, got {value!r}")
-        self._set(name, number)
-
-
-def _strings(name: str, value: Any) -> tuple[str, ...]:
-    strings = (value,) if isinstance(value, str) else value
-    if not isinstance(strings, Sequence):
-        raise ValueError(f"{name} must be a string or a sequence of strings, got {value!r}")
-    for string in strings:
-        if not isinstance(string, str):
-            raise ValueError(f"{name} must hold strings, got {string!r}")
-        if not string:
-            raise ValueError(f"{name} must not hold an empty string, got {value!r}")
-    return tuple(strings)
-
-
-def _token_ids(name: str, value: Any) -> tuple[int, ...]:
-    if isinstance(value, str) or not isinstance(value, Sequence):
-        raise ValueError(f"{name} must be a sequence of token ids, got {value!r}")
-    for token in value:
-        if isinstance(token, bool) or not isinstance(token, Integral) or int(token) < 0:
-            raise ValueError(f"{name} must hold token ids of at least 0, got {token!r}")
-    return tuple(int(token) for token in value)

@@ -9,6 +9,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.moves import MoveCall
 
+MOSAIC_GPU = "a Pallas Mosaic GPU kernel"  # in messages
 LANES, WARPS = 32, 4  # threads of a warp, warps of a warpgroup
 VECTOR_BYTES = 16  # the most that a thread loads or stores at a time
 DTYPES = ("float32", "bfloat16", "float16")

@@ -4,12 +4,15 @@ Caches are `[P, Hk, S, D]`: P blocks of S slots for each of Hk KV heads, D the h
 is the null block: padding goes there, and nothing reads it.
 """
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import jax.numpy as jnp
 from jax import Array
+from jax.typing import ArrayLike
 
 from pallas_kernels import targets
+from pallas_kernels.arguments import as_array, as_indices, as_static, check_range
 from pallas_kernels.registry import Registry, Unsupported
 from pallas_kernels.targets import Target
 
@@ -28,6 +31,12 @@ class MoveOptions:
 
     interpret: bool = False
     detect_races: bool = False
+
+    def __post_init__(self) -> None:
+        as_static(self, "interpret", bool)
+        as_static(self, "detect_races", bool)
+        if self.detect_races and not self.interpret:
+            raise ValueError("detect_races=True needs interpret=True: the interpreter finds races")
 
 
 @dataclass(frozen=True)
@@ -60,22 +69,23 @@ def resolve_move(registry: Registry, impl: str, call: MoveCall) -> str:
     return name
 
 
-def check_caches(caches: list[Array]) -> None:
-    """Raise ValueError unless all caches are alike, with axes [P, Hk, S, D]."""
-    if not caches:
+def as_caches(caches: Iterable[ArrayLike]) -> list[Array]:
+    """Caches as jax arrays; ValueError unless all are `[P, Hk, S, D]`, alike and not empty."""
+    arrays = [as_array("a cache", cache, "[P, Hk, S, D]") for cache in caches]
+    if not arrays:
         raise ValueError("no caches are given")
-    for cache in caches:
-        if cache.ndim != 4:
-            raise ValueError(f"a cache must have 4 axes [P, Hk, S, D], got shape {cache.shape}")
-        if (cache.shape, cache.dtype) != (caches[0].shape, caches[0].dtype):
+    for cache in arrays:
+        if 0 in cache.shape:
+            raise ValueError(f"a cache holds no token, its shape is {cache.shape}")
+        if (cache.shape, cache.dtype) != (arrays[0].shape, arrays[0].dtype):
             raise ValueError(
-                f"caches differ: {caches[0].dtype}{caches[0].shape}, {cache.dtype}{cache.shape}"
+                f"caches differ: {arrays[0].dtype}{arrays[0].shape}, {cache.dtype}{cache.shape}"
             )
+    return arrays
 
 
-def check_indices(name: str, indices: Array) -> None:
-    """Raise ValueError unless the indices are `i32[N]`, one or more."""
-    if indices.ndim != 1 or indices.dtype != jnp.int32 or not len(indices):
-        raise ValueError(
-            f"{name} must be int32[N] with N of at least 1, got {indices.dtype}{indices.shape}"
-        )
+def as_numbers(name: str, numbers: ArrayLike, stop: int, why: str) -> Array:
+    """Numbers of slots or blocks as `i32[N]`; ValueError for other arrays, and as `check_range`."""
+    indices = as_indices(name, numbers, "[N]")
+    check_range(name, indices, stop, why)
+    return jnp.asarray(indices)

@@ -1,8 +1,10 @@
 """Implementations of an op, by name: what a researcher extends with a line."""
 
+import difflib
 import importlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from types import ModuleType
+from typing import Any
 
 
 class Unsupported(ValueError):
@@ -31,11 +33,24 @@ class Registry(Mapping[str, str]):
         return len(self._modules)
 
     def module(self, name: str) -> ModuleType:
-        """The module of an implementation; ValueError for an unknown name."""
+        """The module of an implementation; ValueError for an unknown name, or ImportError."""
+        if not isinstance(name, str):
+            raise ValueError(f"{self.op} must be an implementation's name, got {name!r}")
+        if name == "auto":
+            raise ValueError(f"{self.op} 'auto' is no implementation; resolve it for a call first")
         path = self._modules.get(name, name)
-        if "." not in path:
+        if not all(part.isidentifier() for part in path.split(".")) or "." not in path:
+            nearest = difflib.get_close_matches(name.lower(), self, n=1)
+            hint = f" (did you mean {nearest[0]!r}?)" if nearest else ""
             raise ValueError(
-                f"unknown {self.op} {name!r}; choose one of auto, {', '.join(self)}, or name a "
-                "module"
+                f"unknown {self.op} {name!r}{hint}; choose one of auto, {', '.join(self)}, or "
+                "name a module"
             )
         return importlib.import_module(path)
+
+    def function(self, name: str, function: str) -> Callable[..., Any]:
+        """A function of an implementation; ValueError where its module has none of that name."""
+        found: Callable[..., Any] | None = getattr(self.module(name), function, None)
+        if found is None:
+            raise ValueError(f"{self.op} {name!r} has no function {function!r}")
+        return found

@@ -170,6 +170,25 @@ RANDOM_MODELS: dict[str, tuple[str, dict[str, Any]]] = {
             truncate=False,
         ),
     ),
+    # Their configs state the original length alone, as Qwen2.5's do.
+    "rope_linear_original": (
+        "llama",
+        rope(rope_type="linear", factor=4.0) | {"max_position_embeddings": 32},
+    ),
+    "rope_yarn_original": (
+        "qwen2",
+        rope(rope_type="yarn", factor=4.0, original_max_position_embeddings=32)
+        | {"max_position_embeddings": 32},
+    ),
+    "rope_longrope": (
+        "llama",
+        rope(
+            rope_type="longrope",
+            short_factor=[1.0, 1.0, 1.1, 1.1, 1.2, 1.3, 1.4, 1.5],
+            long_factor=[1.0, 1.3, 1.8, 2.4, 3.1, 3.6, 4.0, 4.2],
+            original_max_position_embeddings=16,  # below PROMPT_LENGTH: all keys are of one kind
+        ),
+    ),
     "qwen2": ("qwen2", {}),
     "qwen2_window": (
         "qwen2",

@@ -33,7 +33,7 @@ from experiments.lib.paired import ratio_spread
 from paged_jax.config import EngineConfig
 from paged_jax.engine.build import AttentionChoice, choose_attention
 from paged_jax.executor.buckets import MIN_PREFILL_TOKENS
-from paged_jax.executor.sampling_rows import sampling_batch, sampling_rows
+from paged_jax.executor.sampling_rows import SamplingArrays, sampling_rows
 from paged_jax.loading import load_model
 from paged_jax.models.config import ModelConfig
 from paged_jax.models.params import Params, nest
@@ -118,8 +118,7 @@ def make_steppers(shape: Shape, config: Config) -> list[Callable[[], float]]:
     context_lens = np.full(batch, context, np.int32)
     tables = np.zeros((batch, max(blocks_per_row, -(-table // block_size))), np.int32)
     tables[:, :blocks_per_row] = 1 + rng.permutation(num_blocks - 1).reshape(batch, -1)
-    history = np.zeros((batch, 1), np.int32)
-    sampling = sampling_batch(sampling_rows([], batch), history)
+    sampling = SamplingArrays(model.vocab_size).batch(sampling_rows([], batch), [], [])
 
     def stepper(
         attention: PagedAttention, rows: int, row_tokens: int, head_size: int, tables: Any
@@ -135,11 +134,14 @@ def make_steppers(shape: Shape, config: Config) -> list[Callable[[], float]]:
         key = jax.random.key(config.seed)
         cache = jax.tree.map(lambda x: jax.random.normal(key, x.shape, x.dtype), empty)
         args = jax.device_put((tokens, context_lens - 1, tables, context_lens, sampling))
+        history = jnp.zeros((1, 1), jnp.int32)  # of no row
 
         def seconds() -> float:
-            nonlocal cache
+            nonlocal cache, history
             start = time.perf_counter()
-            cache, sampled = decode_step(params, cache, *args, config=model, attention=attention)
+            cache, sampled, history = decode_step(
+                params, cache, *args, history, config=model, attention=attention
+            )
             np.asarray(sampled.tokens)
             return time.perf_counter() - start
 

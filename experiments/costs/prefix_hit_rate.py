@@ -26,7 +26,6 @@ from experiments.lib import Options, figures, grid, option, print_rows, report, 
 from experiments.lib.claims import Claim, Results
 from paged_jax.memory.block_manager import BlockManager
 from paged_jax.workloads import MooncakeRow, read_mooncake
-from paged_jax.workloads.mooncake import HASH_BLOCK_TOKENS
 
 POOLS = (0, 10_000_000, 1_000_000)
 
@@ -99,11 +98,12 @@ def replay_trace(rows: Sequence[MooncakeRow], block_size: int, pool_tokens: int 
     number for each `unit` tokens, equal where the trace says that tokens are, and its blocks have
     so many times fewer slots: it finds the same with less time and memory.
     """
-    unit = gcd(block_size, HASH_BLOCK_TOKENS)
+    hash_block_tokens = rows[0].block_tokens
+    unit = gcd(block_size, hash_block_tokens)
     num_blocks = sum(-(-row.num_prompt_tokens // block_size) for row in rows)
     if pool_tokens is not None:
         num_blocks = min(num_blocks, pool_tokens // block_size)
-    per_hash = HASH_BLOCK_TOKENS // unit
+    per_hash = hash_block_tokens // unit
 
     def prompt_of(row: MooncakeRow) -> Prompt:
         numbers = [hash_id * per_hash + i for hash_id in row.hash_ids for i in range(per_hash)]
@@ -114,15 +114,16 @@ def replay_trace(rows: Sequence[MooncakeRow], block_size: int, pool_tokens: int 
 
 
 @cache
-def read(config: Config) -> list[MooncakeRow]:
-    """The requests to replay."""
-    return read_mooncake(config.trace)[: config.num_requests or None]
+def read(config: Config) -> tuple[list[MooncakeRow], list[str]]:
+    """The requests to replay, and a note on the rows of the trace that were skipped."""
+    rows, notes = read_mooncake(config.trace)
+    return rows[: config.num_requests or None], notes
 
 
 def measure(point: tuple[int, int], config: Config) -> dict[str, int | float]:
     """Replay the trace with a (pool, block size)."""
     pool_tokens, block_size = point
-    rows = read(config)
+    rows, _ = read(config)
     run = replay_trace(rows, block_size, pool_tokens or None)
     hit_tokens = sum(run.hit_tokens)
     return {
@@ -144,7 +145,9 @@ def pool_label(row: dict[str, int]) -> str:
 def main(config: Config) -> None:
     if config.trace is None:
         raise ValueError("--trace: the path of a Mooncake trace (JSONL) is needed")
-    requests = read(config)
+    requests, notes = read(config)
+    for note in notes:
+        print(f"mooncake: {note}")
     prompt_tokens = sum(request.num_prompt_tokens for request in requests)
     textbook = [
         {"block_size": size, "shared_tokens": TEXTBOOK_SHARED_TOKENS, "hits": textbook_hits(size)}

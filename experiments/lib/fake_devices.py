@@ -10,8 +10,10 @@ import numpy as np
 from paged_jax.config import EngineConfig
 from paged_jax.engine.core import EngineCore
 from paged_jax.executor.decode_rows import DecodeRows
+from paged_jax.executor.histories import Histories
 from paged_jax.executor.interface import Executor, StepResult
 from paged_jax.executor.prefill_arrays import PrefillShape, prefill_arrays
+from paged_jax.executor.sampling_rows import SamplingArrays
 from paged_jax.memory.block_manager import BlockManager
 from paged_jax.memory.interface import MemoryManager
 from paged_jax.outputs import TokenLogprobs
@@ -158,7 +160,13 @@ def make_loop(
     """An idle loop and its device, with memory for the longest sequences of `endless_requests`."""
     max_len = 2 * (mean_prompt + mean_output)
     memory = BlockManager(num_seqs * -(-max_len // block_size) + 1, block_size)
-    rows = DecodeRows(memory, max_num_seqs=num_seqs, max_model_len=max_len)
+    rows = DecodeRows(
+        memory,
+        SamplingArrays(VOCAB_SIZE),
+        Histories(num_seqs, max_len, [num_seqs]),
+        max_num_seqs=num_seqs,
+        max_model_len=max_len,
+    )
     device = SleepingDevice(memory, rows, max_prefill_seqs=16, device_s=device_s)
     config = EngineConfig(
         max_num_seqs=num_seqs,

@@ -160,7 +160,9 @@ def with_sharegpt_text(
     trace: a ShareGPT file; None takes the installed package's. ValueError where no conversation
     that is left is as long as a prompt.
     """
-    exchanges, _ = read_sharegpt(trace or find_packaged_sharegpt())
+    exchanges, notes = read_sharegpt(trace or find_packaged_sharegpt())
+    for note in notes:
+        print(f"sharegpt: {note}")
     order = np.random.default_rng(seed).permutation(len(exchanges))
     texts: Iterator[list[int]] = (
         list(encode(f"{exchanges[i].prompt}\n{exchanges[i].reply}")) for i in order

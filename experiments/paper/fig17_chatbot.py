@@ -40,10 +40,9 @@ from experiments.paper.fig17_conversations import (
     Window,
     chat,
     draw_conversations,
-    read_conversations,
 )
 from paged_jax import Engine
-from paged_jax.workloads import find_packaged_sharegpt
+from paged_jax.workloads import find_packaged_sharegpt, read_conversations
 
 PAPER_RATIO = 2  # over Orca, and nothing kept between turns
 WITH, WITHOUT = "with", "without"
@@ -168,7 +167,9 @@ def plot(turns: Turns, out_dir: str) -> None:
 
 def main(config: Config) -> None:
     window = Window(config.max_prompt_tokens, config.window_step)
-    read = read_conversations(config.trace or find_packaged_sharegpt())
+    read, notes = read_conversations(config.trace or find_packaged_sharegpt())
+    for note in notes:
+        print(f"sharegpt: {note}")
     max_model_len = config.max_prompt_tokens + config.max_output_tokens
     blocks = 2 * config.num_users * -(-max_model_len // config.block_size)
     options = engine_options(config) | {"num_blocks": config.num_blocks or blocks}

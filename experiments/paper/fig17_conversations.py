@@ -3,16 +3,13 @@
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import pairwise
-from pathlib import Path
 
 import numpy as np
 
 from paged_jax.engine.engine import Engine
 from paged_jax.loading.tokenizer import Tokenizer
 from paged_jax.sampling_params import SamplingParams
-from paged_jax.workloads.files import JsonListReader
-from paged_jax.workloads.sharegpt import OTHER_ROLES, PROMPT_ROLES, Exchange, read_turns
+from paged_jax.workloads import Exchange
 
 _MARK = "ANSWER"  # stands for a reply while a template is looked at
 
@@ -23,28 +20,6 @@ class Turn:
 
     token_ids: list[int]  # from the end of the answer before to the beginning of this one
     num_reply_tokens: int
-
-
-def read_conversations(path: str | Path) -> list[list[Exchange]]:
-    """Every record's prompts, each with its answer; records without any are left out."""
-    reader = JsonListReader(path)
-    conversations = []
-    for record in reader:
-        try:
-            turns = read_turns(record)
-        except ValueError as error:
-            raise reader.error(str(error)) from None
-        spoken = [(role, text) for role, text in turns if text.strip()]
-        exchanges = [
-            Exchange(prompt, reply)
-            for (role, prompt), (next_role, reply) in pairwise(spoken)
-            if role in PROMPT_ROLES and next_role not in PROMPT_ROLES | OTHER_ROLES
-        ]
-        if exchanges:
-            conversations.append(exchanges)
-    if not conversations:
-        raise ValueError(f"{path}: no conversation with a prompt and its answer")
-    return conversations
 
 
 def draw_conversations(

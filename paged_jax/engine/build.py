@@ -1,6 +1,7 @@
 """The parts of an engine: attention, and scheduler and executor over one memory and one cache."""
 
 import importlib
+from collections.abc import Mapping
 from typing import NamedTuple
 
 import jax
@@ -19,6 +20,7 @@ from paged_jax.models.params import Params, nest
 from paged_jax.scheduling.scheduler import Scheduler
 from paged_jax.steps import kv_cache
 from paged_jax.steps.attention import PagedAttention
+from paged_jax.steps.logits import LogitsProcessor
 from pallas_kernels import kv_write, moves, targets
 from pallas_kernels.paged_attention import AttentionOptions, Call, cache_head_size, resolve
 
@@ -79,7 +81,10 @@ def choose_attention(config: ModelConfig, engine: EngineConfig) -> AttentionChoi
 
 
 def build(
-    config: ModelConfig, options: EngineConfig, attention: AttentionChoice
+    config: ModelConfig,
+    options: EngineConfig,
+    attention: AttentionChoice,
+    processors: Mapping[str, LogitsProcessor],
 ) -> tuple[Scheduler, JaxExecutor]:
     """An idle scheduler, and an executor without parameters."""
     head_size = attention.cache_head_size
@@ -111,7 +116,7 @@ def build(
         eos_token_ids=config.eos_token_ids,
         prefill_sizes=prefill_buckets(options.max_num_batched_tokens),
     )
-    return scheduler, JaxExecutor(config, options, attention.attention, cache, memory)
+    return scheduler, JaxExecutor(config, options, attention.attention, cache, memory, processors)
 
 
 def device_params(model: LoadedModel, dtype: str) -> Params:

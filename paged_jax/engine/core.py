@@ -54,6 +54,7 @@ class EngineCore:
         self.observers = list(observers)
         self.num_iterations = 0
         self._survives_faults = survives_faults
+        self._is_set_back = False  # whether the cache was lost, and no request got a token since
         self._pipeline = Pipeline(scheduler, executor, clock, is_pipelined=is_pipelined)
 
     @property
@@ -81,8 +82,10 @@ class EngineCore:
             stop string ends.
 
         A step that raises is planned and run once more. If it raises again, the requests in it end
-        with "error", and the next call goes on with the other requests. A request whose logits are
-        not finite ends alone. An interrupt, such as Ctrl-C, is raised, and no work is lost.
+        with "error", and the next call goes on with the other requests. So they do if it loses the
+        cache, and no request has got a token since one before it did. A request whose logits are
+        not finite, or leave no token, ends alone. An interrupt, such as Ctrl-C, is raised, and no
+        work is lost.
         """
         planned, usage, result = self._execute()
         end_s = self.clock()
@@ -95,6 +98,8 @@ class EngineCore:
         else:
             self.scheduler.estimates.observe(batch, result)
         sampled, taken = live_rows(batch, result)
+        if sampled:
+            self._is_set_back = False
         failed += self._fail_rows(sampled, taken)
         stops: dict[int, str] = {}
         try:
@@ -119,7 +124,7 @@ class EngineCore:
         return iteration
 
     def _execute(self) -> tuple[InFlightBatch, MemoryUsage | None, StepResult | Exception]:
-        """Plan an iteration and run it; its result is the error if it has raised twice."""
+        """Plan an iteration and run it; its result is the error if it has raised for good."""
         failed: ScheduledBatch | None = None
         while True:
             planned = self._pipeline.take()
@@ -132,12 +137,14 @@ class EngineCore:
                 if not self._survives_faults:
                     raise
                 self._pipeline.clear()
-                recover(self.scheduler, self.executor)
+                is_lost = recover(self.scheduler, self.executor)
                 self._tell(lambda observer: observer.on_recovery(self.clock()))
                 if not isinstance(error, Exception):
                     raise
-                if failed is not None:
+                # All computed anew, and the same fault before there is a token: it would never end.
+                if failed is not None or (is_lost and self._is_set_back):
                     return planned, usage, error
+                self._is_set_back |= is_lost
                 failed = planned.batch
                 _warn(f"a step has failed and is planned again: {error_text(error)}")
 
@@ -150,14 +157,12 @@ class EngineCore:
         return failed
 
     def _fail_rows(self, sampled: list[Sequence], result: StepResult) -> list[Request]:
-        """End the requests whose logits are not finite, before they get a token; returns them."""
+        """End the requests whose tokens mean nothing, before they get them; returns them."""
         failed = {}
-        for seq in (sampled[index] for index in result.failed):
-            request = failed[seq.request.request_id] = seq.request
-            self.scheduler.fail(
-                request.request_id,
-                f"the logits of its output token {seq.num_output_tokens} are not finite",
-            )
+        for index, reason in result.failed.items():
+            request = sampled[index].request
+            failed[request.request_id] = request
+            self.scheduler.fail(request.request_id, reason)
         return list(failed.values())
 
     # What observers see

@@ -9,6 +9,7 @@ from tqdm import tqdm
 
 from paged_jax.engine.core import EngineCore
 from paged_jax.engine.records import RequestRecord, SequenceRecord
+from paged_jax.engine.turn import Turn, in_turn
 from paged_jax.executor.interface import StepResult
 from paged_jax.loading.tokenizer import Tokenizer
 from paged_jax.observability.observer import Iteration
@@ -33,6 +34,7 @@ class Delivery:
         self._outbox: deque[RequestOutput] = deque()
         self._calls: deque[tuple[RequestRecord, RequestOutput]] = deque()  # for its on_output
         self._abandoned: deque[str] = deque()
+        self.turn = Turn(self._is_free)
 
     def __contains__(self, request_id: str) -> bool:
         """Whether the request is unfinished, or its outputs still have a mailbox."""
@@ -52,6 +54,11 @@ class Delivery:
     def is_idle(self) -> bool:
         """Whether nothing is left of any request."""
         return not (self._records or self._sequence_records or self._mailboxes or self.has_outputs)
+
+    def _is_free(self) -> bool:
+        """Whether another thread may have the engine."""
+        self._drop_abandoned()
+        return self.is_idle
 
     def check_is_new(self, request_id: str) -> None:
         """ValueError if a new request's outputs would get among those of an earlier one."""
@@ -219,7 +226,7 @@ class OutputStream(Iterator[RequestOutput]):
     """Yields a request's outputs, the last of which is finished.
 
     The request goes on while nobody reads. It is aborted when its stream is closed or lost before
-    its end.
+    its end. The thread that has the engine reads and closes it; any thread may lose it.
     """
 
     def __init__(self, request_id: str, delivery: Delivery):
@@ -227,7 +234,9 @@ class OutputStream(Iterator[RequestOutput]):
         self._delivery = delivery
         self._mailbox = delivery.open_mailbox([request_id])
         self._is_open = True
+        self._turn = delivery.turn
 
+    @in_turn
     def __next__(self) -> RequestOutput:
         if not self._is_open:
             raise StopIteration
@@ -243,6 +252,7 @@ class OutputStream(Iterator[RequestOutput]):
             self._delivery.close_mailbox([self._request_id])
         return output
 
+    @in_turn
     def close(self) -> None:
         """Abort the request, if it has not ended; nothing more is yielded."""
         if self._is_open:

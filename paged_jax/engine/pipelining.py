@@ -111,20 +111,20 @@ def live_rows(batch: ScheduledBatch, result: StepResult) -> tuple[list[Sequence]
     live = [index for index, seq in enumerate(sampled) if not seq.is_finished]
     if len(live) == len(sampled):
         return sampled, result
-    failed = set(result.failed)
+    failed = result.failed
     return [sampled[index] for index in live], replace(
         result,
         tokens=[result.tokens[index] for index in live],
         logprobs=[result.logprobs[index] for index in live],
-        failed=[at for at, index in enumerate(live) if index in failed],
+        failed={at: failed[index] for at, index in enumerate(live) if index in failed},
     )
 
 
 # After a step that raised
 
 
-def recover(scheduler: Scheduler, executor: Executor) -> None:
-    """Make the next plan do the work of an iteration that raised.
+def recover(scheduler: Scheduler, executor: Executor) -> bool:
+    """Make the next plan do the work of an iteration that raised; returns if the cache was lost.
 
     The cache is donated to each step, so a step that fails may lose it. The scheduler then plans
     all tokens again, except those whose blocks are swapped out.
@@ -132,16 +132,16 @@ def recover(scheduler: Scheduler, executor: Executor) -> None:
     is_lost = executor.cache_is_lost
     num_pinned = scheduler.memory.num_pinned_blocks
     scheduler.recover(cache_lost=is_lost)
-    if not is_lost:
-        return
-    executor.reset_cache()
-    if num_pinned:
+    if is_lost:
+        executor.reset_cache()
+    if is_lost and num_pinned:
         warnings.warn(
             f"the KV cache was lost, and with it the pinned prefixes in {num_pinned} blocks: pin "
             "them again",
             RuntimeWarning,
             stacklevel=2,
         )
+    return is_lost
 
 
 def carry_over(failed: ScheduledBatch, batch: ScheduledBatch) -> None:

@@ -1,68 +1,123 @@
 """Prompts as callers write them, turned into token ids; checks of a request's arguments."""
 
 import math
-import operator
-from collections.abc import Callable, Mapping, Sequence
-from numbers import Integral, Real
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
+from numbers import Integral, Number, Real
 from typing import Any
 
-from paged_jax.executor.sampling_rows import check_end_tokens
+from paged_jax.engine.chat import ChatPrompt, Message, is_chat, render, shown
+from paged_jax.executor.sampling_rows import check_biases
 from paged_jax.loading.tokenizer import Tokenizer
 from paged_jax.models.config import ModelConfig
 from paged_jax.sampling_params import SamplingParams
 from paged_jax.steps.model_steps import NUM_LOGPROBS
 
-# Text, token ids, {"prompt": text}, {"prompt_token_ids": ids}, or a chat: a list of messages with
-# role and content.
-Prompt = str | Sequence[int] | Mapping[str, Any] | Sequence[Mapping[str, Any]]
+# Text, token ids (a list, a 1-D array or another iterable of integers), {"prompt": text},
+# {"prompt_token_ids": ids}, or a chat: its messages, or a `ChatPrompt`.
+Prompt = str | Iterable[int] | Mapping[str, Any] | Iterable[Message] | ChatPrompt
 
 
-def is_chat(prompt: Any) -> bool:
-    """Whether it is a list of messages with roles."""
-    return (
-        isinstance(prompt, Sequence)
-        and not isinstance(prompt, str)
-        and bool(prompt)
-        and all(isinstance(message, Mapping) and "role" in message for message in prompt)
-    )
+def as_list(value: Any) -> list[Any] | None:
+    """What iterates, arrays included, as a list with Python's own numbers; it is used up.
+
+    None for what is one thing: text, bytes, anything with keys, a number, an array of none.
+    """
+    if hasattr(value, "tolist") and not isinstance(value, memoryview):
+        value = value.tolist()
+    if isinstance(value, str | bytes | bytearray | memoryview) or hasattr(value, "keys"):
+        return None
+    try:
+        items = iter(value)
+    except TypeError:
+        return None
+    return [item.tolist() if getattr(item, "ndim", None) == 0 else item for item in items]
 
 
-def is_single_prompt(prompts: Any) -> bool:
-    """Whether it is one prompt, valid or not, rather than a list of prompts."""
-    if isinstance(prompts, str | bytes) or not isinstance(prompts, Sequence) or is_chat(prompts):
-        return True
-    return bool(prompts) and _is_int(prompts[0])
+def prompt_list(prompts: Any) -> list[Any]:
+    """The prompts that a caller gives: one alone, valid or not, or any iterable of prompts.
 
-
-def _is_int(value: Any) -> bool:
-    return hasattr(value, "__index__") and not isinstance(value, bool)
+    Numbers alone are one prompt of ids, in whatever iterable; a set has no order and is none. The
+    rows of a 2-D array are prompts as they stand: padding is not taken away.
+    """
+    items = as_list(prompts)
+    if items is None:
+        return [prompts]
+    if isinstance(prompts, Set):
+        return items
+    # An empty array of numbers is an empty prompt, an empty list no prompt.
+    kind = getattr(getattr(prompts, "dtype", None), "kind", "O")
+    is_empty = not items and kind in "biufc" and prompts.ndim == 1
+    is_one = is_empty or is_chat(items) or (bool(items) and isinstance(items[0], Number))
+    return [items] if is_one else items
 
 
 def encode(
     prompt: Prompt, tokenizer: Tokenizer, vocab_size: int
 ) -> tuple[str | None, tuple[int, ...]]:
     """(text or None, token ids). ValueError for an empty prompt or an unknown token."""
-    if isinstance(prompt, Mapping):
-        known = {"prompt", "prompt_token_ids"} & prompt.keys()
-        if len(known) != 1 or len(prompt) != 1:
+    given: Any = prompt
+    if isinstance(given, Mapping):
+        if "messages" in given:
+            return _encode_chat(given, tokenizer, vocab_size)
+        given = _of_dict(given)
+    if isinstance(given, str):
+        text = str.__str__(given)  # of a subclass, such as numpy's, too
+        return text, _checked(_tokenize(text, tokenizer), vocab_size)
+    items = None if isinstance(given, Set) else as_list(given)
+    if is_chat(items):
+        return _encode_chat({"messages": items}, tokenizer, vocab_size)
+    if items is None or not all(_is_int(item) for item in items):
+        raise ValueError(
+            "a prompt is text, a list of token ids (or a 1-D array of integers), or a list of chat "
+            f"messages; got {shown(given)}"
+        )
+    return None, _checked(list(map(int, items)), vocab_size)
+
+
+def _of_dict(prompt: Mapping[str, Any]) -> Any:
+    if prompt.keys() not in ({"prompt"}, {"prompt_token_ids"}):
+        raise ValueError(
+            "a prompt given as a dict is a chat with 'messages', or has one key, 'prompt' or "
+            f"'prompt_token_ids'; got {sorted(map(str, prompt))}"
+        )
+    [(key, given)] = prompt.items()
+    if key == "prompt_token_ids" and isinstance(given, str):
+        raise ValueError(f"prompt_token_ids must be a list of token ids, got {shown(given)}")
+    return given
+
+
+def _is_int(value: Any) -> bool:
+    if type(value) is int:  # most are, and this is fast
+        return True
+    return isinstance(value, Integral) and not isinstance(value, bool)
+
+
+def _encode_chat(
+    chat: Mapping[str, Any], tokenizer: Tokenizer, vocab_size: int
+) -> tuple[str, tuple[int, ...]]:
+    messages = as_list(chat["messages"])
+    if messages is None or not is_chat(messages):
+        given = chat["messages"] if messages is None else messages
+        raise ValueError(f"a chat is a list of messages with role and content; got {shown(given)}")
+    text = render(chat, messages, tokenizer)
+    return text, _checked(_tokenize(text, tokenizer, add_special_tokens=False), vocab_size)
+
+
+def truncate(
+    token_ids: tuple[int, ...], params: SamplingParams, max_model_len: int
+) -> tuple[int, ...]:
+    """The last tokens, as many as `truncate_prompt_tokens` keeps; ValueError if there are none."""
+    keep = params.truncate_prompt_tokens
+    if keep is None:
+        return token_ids
+    if keep == -1:
+        keep = max_model_len - (params.max_tokens or 1)
+        if keep < 1:
             raise ValueError(
-                "a prompt given as a dict has one key, 'prompt' or 'prompt_token_ids'; "
-                f"got {sorted(map(str, prompt))}"
+                f"truncate_prompt_tokens -1: max_tokens {params.max_tokens} leaves no room for a "
+                f"prompt within max_model_len {max_model_len}"
             )
-        prompt = prompt[known.pop()]
-    if isinstance(prompt, str):
-        return prompt, _checked(_tokenize(prompt, tokenizer), vocab_size)
-    if is_chat(prompt):
-        if not tokenizer.chat_template:
-            raise ValueError("this model has no chat template; give the prompt as text")
-        text = _render_chat(prompt, tokenizer)
-        return text, _checked(_tokenize(text, tokenizer, add_special_tokens=False), vocab_size)
-    is_list = isinstance(prompt, Sequence) and not isinstance(prompt, bytes)
-    if is_list and all(_is_int(token) for token in prompt):
-        return None, _checked([operator.index(token) for token in prompt], vocab_size)  # type: ignore[arg-type]
-    raise ValueError(
-        f"a prompt is text, a list of token ids, or a list of chat messages; got {prompt!r:.80}"
-    )
+    return token_ids[-keep:]
 
 
 def _tokenize(text: str, tokenizer: Tokenizer, **options: bool) -> list[int]:
@@ -74,16 +129,6 @@ def _tokenize(text: str, tokenizer: Tokenizer, **options: bool) -> list[int]:
         ) from None
     token_ids: list[int] = tokenizer.encode(text, **options)
     return token_ids
-
-
-def _render_chat(messages: Any, tokenizer: Tokenizer) -> str:
-    try:
-        return str(
-            tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
-        )
-    except Exception as error:  # a template is a program, and may fail in any way
-        reason = " ".join(str(error).split()) or type(error).__name__
-        raise ValueError(f"the model's chat template fails on these messages: {reason}") from error
 
 
 def _checked(token_ids: Sequence[int], vocab_size: int) -> tuple[int, ...]:
@@ -102,18 +147,23 @@ def _checked(token_ids: Sequence[int], vocab_size: int) -> tuple[int, ...]:
 
 def check_request(params: SamplingParams, config: ModelConfig, *, stream: bool) -> None:
     """ValueError, with the value, for parameters that no step can serve."""
-    if outside := [t for t in params.stop_token_ids if t >= config.vocab_size]:
-        raise ValueError(
-            f"stop token {outside[0]} is outside the vocabulary of {config.vocab_size}"
-        )
+    named = {
+        "stop token": params.stop_token_ids,
+        "allowed token": params.allowed_token_ids or (),
+        "logit_bias of token": [token for token, _ in params.logit_biases],
+    }
+    for name, tokens in named.items():
+        if outside := [token for token in tokens if token >= config.vocab_size]:
+            raise ValueError(
+                f"{name} {outside[0]} is outside the vocabulary of {config.vocab_size}"
+            )
     if stream and (params.beam_width or params.num_sequences > params.n):
         raise ValueError(
             "beam_width and best_of do not stream: which sequences are best is known at the end"
         )
     eos = () if params.ignore_eos else config.eos_token_ids
     num_end_tokens = len({*params.stop_token_ids, *eos})
-    if params.min_tokens:
-        check_end_tokens(num_end_tokens)
+    check_biases(len(params.logit_biases), num_end_tokens if params.min_tokens else 0)
     if params.beam_width and params.beam_width + num_end_tokens > NUM_LOGPROBS:
         raise ValueError(
             f"beam_width {params.beam_width} and {num_end_tokens} end tokens (EOS and "

@@ -231,10 +231,9 @@ def beam_outputs(request: Request, tokenizer: Tokenizer | None) -> list[Completi
         found = [(h.token_ids, h.finish_reason, h.cumulative_logprob, h.score) for h in best]
     else:
         found = [(s.output_token_ids, s.finish_reason, None, None) for s in request.sequences]
-    eos = request.sequences[0].end_token_ids - set(params.stop_token_ids)
     outputs = []
     for index, (token_ids, reason, cumulative_logprob, score) in enumerate(found[: params.n]):
-        ends_with_stop_token = reason == "stop" and token_ids[-1] not in eos
+        ends_with_stop_token = reason == "stop" and token_ids[-1] not in request.eos_token_ids
         hides_last = ends_with_stop_token and not params.include_stop_str_in_output
         outputs.append(
             CompletionOutput(

@@ -5,13 +5,15 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 import jax
 from jax.stages import Lowered
 from tqdm import tqdm
+
+from paged_jax.executor.settings import current_settings
 
 _thread = threading.local()  # is_warming_up: whether it compiles ahead right now
 
@@ -27,9 +29,12 @@ class WarmUp:
         self._lowerings = lowerings
         self._jobs: dict[str, Future[None]] = {name: Future() for name in lowerings}
         queue = iter(list(self._jobs.items()))  # taking the next one is atomic
+        settings = current_settings()  # threads know nothing of the `with` blocks around this call
         # Half of the cores compile: the other half loads the model and serves.
         for _ in range(max(1, (os.cpu_count() or 1) // 2)):
-            threading.Thread(target=_work, args=(queue, lowerings), name="warm-up").start()
+            threading.Thread(
+                target=_work, args=(queue, lowerings, settings), name="warm-up"
+            ).start()
 
     def require(self, name: str) -> None:
         """Return once this function is compiled; compiles it here if no thread has begun."""
@@ -53,19 +58,22 @@ class WarmUp:
 
     def cancel(self) -> None:
         """Compile no function that no thread has begun."""
-        for job in self._jobs.values():
+        for job in list(self._jobs.values()):  # another thread may be in `wait`
             job.cancel()
 
 
 def _work(
-    queue: Iterator[tuple[str, Future[None]]], lowerings: Mapping[str, Callable[[], Lowered]]
+    queue: Iterator[tuple[str, Future[None]]],
+    lowerings: Mapping[str, Callable[[], Lowered]],
+    settings: Callable[[], AbstractContextManager[None]],
 ) -> None:
     for name, job in queue:
         if not threading.main_thread().is_alive():
             return  # the interpreter is on its way out and waits for this thread
         if job.set_running_or_notify_cancel():
             try:
-                _compile(lowerings[name])
+                with settings():
+                    _compile(lowerings[name])
             except BaseException as error:
                 job.set_exception(error)
             else:

@@ -7,14 +7,14 @@ move only when a sequence joins or leaves. Copy-on-write replaces the last block
 
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
-from dataclasses import replace
 from typing import Any
 
 import jax
 import numpy as np
 
 from paged_jax.executor.buckets import bucket_of, decode_buckets, padded
-from paged_jax.executor.sampling_rows import sampling_batch, sampling_row, sampling_rows
+from paged_jax.executor.histories import Histories
+from paged_jax.executor.sampling_rows import SamplingArrays, sampling_row, sampling_rows
 from paged_jax.memory.interface import MemoryManager
 from paged_jax.scheduling.request import Sequence
 from paged_jax.steps.model_steps import hold_step, take_step
@@ -64,8 +64,18 @@ class DecodeRows:
     `block_tables`: `i32[max_num_seqs, M]`; unused rows are zero.
     """
 
-    def __init__(self, memory: MemoryManager, *, max_num_seqs: int, max_model_len: int):
+    def __init__(
+        self,
+        memory: MemoryManager,
+        sampling: SamplingArrays,
+        histories: Histories,
+        *,
+        max_num_seqs: int,
+        max_model_len: int,
+    ):
         self._memory = memory
+        self._sampling_arrays = sampling
+        self._histories = histories
         self._block_size = memory.block_size
         self.buckets = decode_buckets(max_num_seqs)
         self.block_tables = np.zeros(
@@ -81,9 +91,7 @@ class DecodeRows:
         )
         self._had_copies = False  # at the last update
         self._sampling: SamplingBatch | None = None
-        self._histories: list[int] = []  # rows whose history is kept
-        self._history = np.zeros((max_num_seqs, max_model_len), np.int32)  # i32[B, max_model_len]
-        self._no_history: dict[int, jax.Array] = {}
+        self.has_constraints = False  # whether any row has
 
     def update(
         self, seqs: list[Sequence], *, tables_changed: bool = False, is_ahead: bool = False
@@ -95,15 +103,15 @@ class DecodeRows:
 
         tables_changed: copies have replaced blocks.
         is_ahead: each sequence has one more token, which the host does not know yet. The tokens are
-            zeros then, and no sequence may need its history.
+            zeros then.
 
-        The arrays do not change while a step may be reading them: tables are copied, and histories
-        are written only when the host has all tokens.
+        The arrays do not change while a step may be reading them. Sampling has no masks yet.
         """
         n = len(seqs)
         bucket = bucket_of(self.buckets, n)
         if seqs != self._seqs:
             self._move_rows(seqs)
+        if self._sampling is None:
             self._set_sampling(bucket)
         # Copies that were not made, because the step failed, may since have become needless.
         if tables_changed or self._had_copies:
@@ -113,33 +121,21 @@ class DecodeRows:
         context_lens = np.zeros(bucket, np.int32)
         context_lens[:n] = [len(seq.token_ids) for seq in seqs]
         if is_ahead:
-            assert not self._histories, "a row needs tokens that are not known yet"
             context_lens[:n] += 1
         else:
             tokens[:n] = [seq.token_ids[-1] for seq in seqs]
         too_short = self._num_blocks[:n] * self._block_size < context_lens[:n]
         for row in np.flatnonzero(too_short).tolist():
             self._grow_table(row)
-        for row in self._histories:
-            self._history[row, context_lens[row] - 1] = tokens[row]
-        assert self._sampling is not None
-        sampling = self._sampling
-        if self._histories:
-            sampling = replace(sampling, history=self._history[:bucket])
         positions = np.maximum(context_lens - 1, 0)
-        return tokens, positions, self.block_tables[:bucket].copy(), context_lens, sampling
+        assert self._sampling is not None
+        tables = self.block_tables[:bucket].copy()
+        return tokens, positions, tables, context_lens, self._sampling
 
     def forget(self) -> None:
         """Note an iteration without decodes."""
         if self._seqs:
             self._move_rows([])
-
-    def no_history(self, num_rows: int) -> jax.Array:
-        """`i32[num_rows, max_model_len]` zeros on the device, for rows that need no history."""
-        if num_rows not in self._no_history:
-            shape = (num_rows, self._history.shape[1])
-            self._no_history[num_rows] = jax.device_put(np.zeros(shape, np.int32))
-        return self._no_history[num_rows]
 
     def _refresh_tables(self) -> None:
         for row, seq in enumerate(self._seqs):
@@ -170,13 +166,11 @@ class DecodeRows:
                 self._num_blocks[row] = 0
                 self._params[row] = sampling_row(seq)
         self._seqs = seqs
+        self._sampling = None
 
     def _set_sampling(self, bucket: int) -> None:
-        seqs = self._seqs
-        self._histories = np.flatnonzero(self._params["adjusts"]).tolist()
-        for row in self._histories:
-            self._history[row, : seqs[row].num_tokens] = seqs[row].token_ids
+        rows = self._params[:bucket].copy()
+        self.has_constraints = bool(rows["is_masked"].any())
+        slots = self._histories.slots(self._seqs)
         # It stays on the device until rows change.
-        self._sampling = jax.device_put(
-            sampling_batch(self._params[:bucket].copy(), self.no_history(bucket))
-        )
+        self._sampling = jax.device_put(self._sampling_arrays.batch(rows, self._seqs, slots))

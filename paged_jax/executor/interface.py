@@ -19,8 +19,8 @@ class StepResult:
     # For each prefill, in order, the log-probabilities of the prompt's tokens that its request
     # still lacked; empty if no request asks for any.
     prompt_logprobs: list[list[TokenLogprobs]] = field(default_factory=list)
-    # Indices into tokens; these tokens mean nothing, as their logits are not finite.
-    failed: list[int] = field(default_factory=list)
+    # By index into tokens, why this token means nothing: its request is to fail.
+    failed: dict[int, str] = field(default_factory=dict)
     swap_s: float = 0.0  # the part of device_s that went by swapping blocks
 
 

@@ -1,7 +1,8 @@
 """The steps of a batch in flight: the device has been given them and has not answered yet."""
 
 import time
-from collections.abc import Callable
+import types
+from collections.abc import Callable, Mapping
 
 import jax
 import numpy as np
@@ -11,7 +12,8 @@ from paged_jax.executor.interface import StepResult
 from paged_jax.outputs import TokenLogprobs
 from paged_jax.scheduling.batch import PrefillChunk
 from paged_jax.scheduling.request import Sequence
-from paged_jax.steps.sampling import ArrayLike, Sampled
+from paged_jax.steps.logits import ArrayLike
+from paged_jax.steps.sampling import Sampled
 
 # Tokens of a prompt that are scored at a time: their logits over the vocabulary are large.
 SCORE_ROWS = 64
@@ -80,6 +82,25 @@ def _to_host(scores: Scores, counts: list[int]) -> list[TokenLogprobs]:
     ]
 
 
+def failed_rows(
+    seqs: list[Sequence], sampled: Sampled, errors: Mapping[int, str]
+) -> dict[int, str]:
+    """Why a row's token means nothing, by row; `errors` are those known before, by sequence."""
+    found = {}
+    for row in np.flatnonzero(~np.asarray(sampled.is_valid)[: len(seqs)]).tolist():
+        number = seqs[row].num_output_tokens
+        found[row] = (
+            "its constraint, min_tokens, logit_bias or logits_processors leave no token to be "
+            f"output token {number}"
+            if sampled.is_finite[row]
+            else f"the logits of its output token {number} are not finite"
+        )
+    if errors:
+        known = ((row, errors.get(seq.seq_id)) for row, seq in enumerate(seqs))
+        found |= {row: reason for row, reason in known if reason is not None}
+    return found
+
+
 class PendingSteps:
     """Steps in flight; the host is free until it asks for their `result`.
 
@@ -96,16 +117,18 @@ class PendingSteps:
         start_s: float,  # when the first step was dispatched, by `time.perf_counter`
         swap_s: float = 0.0,  # seconds since then that went by swapping
         after: "PendingSteps | None" = None,
+        errors: Mapping[int, str] = types.MappingProxyType({}),  # by id, why a sequence has failed
     ):
         self.steps = steps
         self._last = last
         self._score = score
+        self._errors = errors
         self._start_s = start_s
         self._swap_s = swap_s
         self._after = after
         self._end_s = start_s
         for _, sampled in steps:
-            for array in (sampled.tokens, sampled.is_finite):
+            for array in (sampled.tokens, sampled.is_valid):
                 array.copy_to_host_async()
 
     def result(self) -> StepResult:
@@ -114,11 +137,11 @@ class PendingSteps:
             self._last.block_until_ready()
         scored = self._score()
         tokens: list[int] = []
-        failed: list[int] = []
+        failed: dict[int, str] = {}
         logprobs: list[TokenLogprobs | None] = []
         for seqs, sampled in self.steps:
-            is_finite = np.asarray(sampled.is_finite)[: len(seqs)]
-            failed += (np.flatnonzero(~is_finite) + len(tokens)).tolist()
+            reasons = failed_rows(seqs, sampled, self._errors)
+            failed |= {len(tokens) + row: reason for row, reason in reasons.items()}
             tokens += np.asarray(sampled.tokens)[: len(seqs)].tolist()
             logprobs += sampled_logprobs(seqs, sampled)
         self._end_s = time.perf_counter()

@@ -60,6 +60,8 @@ class GgufFile:
         self.metadata: dict[str, Any] = {}
         try:
             version = self._scalar("<I")
+            if int.from_bytes(struct.pack(">I", version), "little") in _VERSIONS:
+                raise ValueError("the file is big-endian; convert it: gguf-convert-endian")
             if version not in _VERSIONS:
                 raise ValueError(f"version {version} is not supported, only 2 and 3")
             num_tensors, num_fields = self._scalar("<Q"), self._scalar("<Q")

@@ -21,6 +21,7 @@ from tokenizers import (
 
 from paged_jax.loading import tokenizer as transformers_tokenizer
 from paged_jax.loading.gguf_file import GgufFile
+from paged_jax.loading.gguf_metadata import GgufMetadata
 
 _GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 _CONTRACTION_WORD = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+"
@@ -45,17 +46,64 @@ _LLAMA3_NAMES = ("llama3", "llama-v3", "llama-bpe")  # whole words before merges
 _NFC_NAMES = ("qwen2",)  # llama.cpp leaves out the normalisation of Qwen2's tokenizer.json
 
 _SPACE = "▁"  # stands for a space in SentencePiece's tokens
+_SENTENCEPIECE_IDS = {"bos": 1, "eos": 2, "unknown": 0}  # where a file does not say
+
+# The tokens with these texts end a text, a turn or a message. Converters often name one of them in
+# the metadata, or none; llama.cpp finds them by their texts too, whatever their types. It also ends
+# at separators of repositories and files, which code models write within a text: not so here.
+_END_TEXTS = frozenset(
+    (
+        "<|eot_id|>",
+        "<|eom_id|>",
+        "<|end_of_text|>",
+        "<|eot|>",
+        "<|eom|>",
+        "<|im_end|>",
+        "<|endoftext|>",
+        "<|end|>",
+        "<|return|>",
+        "<|call|>",
+        "<end_of_turn>",
+        "<end_of_utterance>",
+        "<turn|>",
+        "<EOT>",
+        "▁<EOT>",
+        "[EOT]",
+        "<｜end▁of▁sentence｜>",  # noqa: RUF001  DeepSeek's bars are wide ones
+    )
+)
 
 
 def read_gguf_tokenizer(file: GgufFile) -> transformers_tokenizer.Tokenizer:
     """The file's tokenizer, with its special tokens and chat template.
 
-    Raises ValueError if the metadata is incomplete or of a kind not listed above.
+    Raises ValueError if the metadata is incomplete, of a kind not listed above, or tells of
+    something that is not done here.
     """
+    metadata = GgufMetadata(file.metadata)
     try:
-        return _from_metadata(file.metadata)
+        tokenizer = _from_metadata(metadata)
+        metadata.refuse_unread("tokenizer")
+        return tokenizer
     except ValueError as error:
         raise ValueError(f"{file.path}: {error}") from error
+
+
+def special_token_id(metadata: Mapping[str, Any], name: str) -> int | None:
+    """The id of the token with GGUF's name for its role: bos, eos, unknown, padding, ..."""
+    is_sentencepiece = metadata.get("tokenizer.ggml.model") == "llama"
+    default = _SENTENCEPIECE_IDS.get(name) if is_sentencepiece else None
+    value: int | None = metadata.get(f"tokenizer.ggml.{name}_token_id", default)
+    return value
+
+
+def end_tokens(metadata: Mapping[str, Any]) -> tuple[int, ...]:
+    """The tokens that end generation, each once: those that the metadata names come first."""
+    named = [special_token_id(metadata, role) for role in ("eos", "eot", "eom")]
+    listed = metadata.get("tokenizer.ggml.eos_token_ids", [])  # Ollama's converter writes it
+    tokens = metadata.get("tokenizer.ggml.tokens", [])
+    found = [index for index, token in enumerate(tokens) if token in _END_TEXTS]
+    return tuple(dict.fromkeys(i for i in (*named, *listed, *found) if i is not None))
 
 
 def _from_metadata(metadata: Mapping[str, Any]) -> transformers_tokenizer.Tokenizer:
@@ -85,9 +133,17 @@ def _from_metadata(metadata: Mapping[str, Any]) -> transformers_tokenizer.Tokeni
     _wrap_in_special_tokens(
         tokenizer, *[special[f"{role}_token"] if ends[role] else None for role in ("bos", "eos")]
     )
-    return transformers_tokenizer.wrap(
-        tokenizer, chat_template=metadata.get("tokenizer.chat_template"), **special
-    )
+    return transformers_tokenizer.wrap(tokenizer, chat_template=_chat_template(metadata), **special)
+
+
+def _chat_template(metadata: Mapping[str, Any]) -> str | dict[str, str] | None:
+    """The template, or all by their names ("default", "tool_use") where the file has several."""
+    default: str | None = metadata.get("tokenizer.chat_template")
+    prefix = "tokenizer.chat_template."
+    named = {k.removeprefix(prefix): metadata[k] for k in metadata if k.startswith(prefix)}
+    if not named:
+        return default
+    return named if default is None else {"default": default} | named
 
 
 def _special_tokens(metadata: Mapping[str, Any]) -> dict[str, str]:
@@ -95,7 +151,7 @@ def _special_tokens(metadata: Mapping[str, Any]) -> dict[str, str]:
     tokens = metadata["tokenizer.ggml.tokens"]
     special = {}
     for role, name in (("bos", "bos"), ("eos", "eos"), ("unk", "unknown"), ("pad", "padding")):
-        index = metadata.get(f"tokenizer.ggml.{name}_token_id")
+        index = special_token_id(metadata, name)
         if index is not None:
             if index >= len(tokens):
                 raise ValueError(
@@ -134,7 +190,7 @@ def _sentencepiece(metadata: Mapping[str, Any]) -> tuple[Tokenizer, bool]:
     """(tokenizer, True: SentencePiece models start texts with bos)."""
     tokens = metadata["tokenizer.ggml.tokens"]
     adds_space = metadata.get("tokenizer.ggml.add_space_prefix", True)
-    unknown = metadata.get("tokenizer.ggml.unknown_token_id", 0)
+    unknown = special_token_id(metadata, "unknown")
     tokenizer = Tokenizer(
         models.BPE(
             vocab={token: index for index, token in enumerate(tokens)},
@@ -176,11 +232,17 @@ def _merges_from_scores(
 def _add_tokens(tokenizer: Tokenizer, tokens: list[str], types: list[int]) -> None:
     """Add the tokens that are matched whole in a text; decoding leaves out control tokens."""
 
+    unknown_types = set(types) - set(gguf.TokenType)
+    if unknown_types:
+        raise ValueError(f"tokenizer.ggml.token_type has unknown types {sorted(unknown_types)}")
+    control = gguf.TokenType.CONTROL
+    types = [control if t in _END_TEXTS else k for t, k in zip(tokens, types, strict=True)]
+
     def added(*kinds: int) -> list[AddedToken]:
         typed = zip(tokens, types, strict=True)
         return [AddedToken(token, normalized=False) for token, kind in typed if kind in kinds]
 
-    tokenizer.add_special_tokens(added(gguf.TokenType.CONTROL, gguf.TokenType.UNKNOWN))
+    tokenizer.add_special_tokens(added(control, gguf.TokenType.UNKNOWN))
     tokenizer.add_tokens(added(gguf.TokenType.USER_DEFINED))
 
 

@@ -1,5 +1,6 @@
 """A Hugging Face model directory: config.json and safetensors, in one file or in shards."""
 
+import dataclasses
 import json
 from collections.abc import Mapping
 from pathlib import Path
@@ -30,13 +31,20 @@ HUGGING_FACE = Naming(
 _INDEX = "model.safetensors.index.json"
 _SINGLE = "model.safetensors"
 _DTYPES = ("F64", "F32", "F16", "BF16")
+# Files that name a quantisation where config.json does not -> the method that writes them.
+_QUANTISATION_FILES = {
+    "quantize_config.json": "gptq",
+    "quant_config.json": "awq",
+    "hf_quant_config.json": "modelopt",
+}
 
 
 def read_hf_config(directory: Path) -> ModelConfig:
     """The config of the model in a directory.
 
-    A generation_config.json has the last word on the end tokens, as in transformers. Raises
-    ValueError if there is no config.json or it cannot be used.
+    A generation_config.json has the last word on the end tokens, as in transformers; the
+    tokenizer's eos token is one of them, as in vLLM. Raises ValueError if there is no config.json
+    or it cannot be used, and for quantised weights.
     """
     path = directory / "config.json"
     if not path.is_file():
@@ -47,10 +55,49 @@ def read_hf_config(directory: Path) -> ModelConfig:
         eos = _read_json(generation).get("eos_token_id")
         if eos is not None:
             hf["eos_token_id"] = list(token_ids(eos))
+    _refuse_quantised(directory, hf)
     try:
-        return ModelConfig.from_hf(hf, name=directory.resolve().name)
+        config = ModelConfig.from_hf(hf, name=directory.resolve().name)
+        eos = _eos_of_tokenizer(directory)
+        if eos is None or eos in config.eos_token_ids or eos >= config.vocab_size:
+            return config
+        return dataclasses.replace(config, eos_token_ids=(*config.eos_token_ids, eos))
     except (ValueError, TypeError) as error:
         raise ValueError(f"{path}: {error}") from error
+
+
+def _refuse_quantised(directory: Path, hf: Mapping[str, Any]) -> None:
+    method, source = None, "config.json"
+    for key in ("quantization_config", "compression_config"):
+        if settings := hf.get(key):
+            method = settings.get("quant_method", "an unnamed method")
+    for name, writer in _QUANTISATION_FILES.items():
+        if method is None and (directory / name).is_file():
+            method, source = writer, name
+    if method is not None:
+        raise ValueError(
+            f"{directory}: the weights are quantised ({method}, says {source}), which is not "
+            "supported; use the model's float weights, or a GGUF file of it"
+        )
+
+
+def _eos_of_tokenizer(directory: Path) -> int | None:
+    """The id of the eos token that tokenizer_config.json names.
+
+    A chat model whose config.json is still its base model's ends its turns with that token alone.
+    """
+    path = directory / "tokenizer_config.json"
+    settings = _read_json(path) if path.is_file() else {}
+    eos = settings.get("eos_token")
+    text = eos.get("content") if isinstance(eos, dict) else eos
+    if text is None:
+        return None
+    for index, token in settings.get("added_tokens_decoder", {}).items():
+        if token["content"] == text:
+            return int(index)
+    path = directory / "tokenizer.json"  # transformers 5 keeps the added tokens here alone
+    added = _read_json(path).get("added_tokens", []) if path.is_file() else []
+    return next((token["id"] for token in added if token["content"] == text), None)
 
 
 class HfTensors:

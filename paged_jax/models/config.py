@@ -4,12 +4,13 @@
 4 or 5. `paged_jax.models.params.expected_shapes` lists the weights of a config.
 """
 
+import dataclasses
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
-RopeKind = Literal["linear", "dynamic", "llama3", "yarn", "factors"]
+RopeKind = Literal["linear", "dynamic", "llama3", "yarn", "longrope", "factors"]
 
 # Hugging Face's class names -> model types.
 _ARCHITECTURES = {
@@ -28,6 +29,7 @@ _REQUIRED = (
     "num_attention_heads",
     "max_position_embeddings",
 )
+_NEED_ORIGINAL = ("llama3", "yarn", "longrope")
 _SIZES = (
     "vocab_size",
     "hidden_size",
@@ -47,23 +49,27 @@ class RopeScaling:
     kind "linear", "llama3" and "yarn" are Hugging Face's. "dynamic" (NTK) leaves every position
     below `max_position_embeddings` as it is and only that range is served: beyond it Hugging
     Face's frequencies change with the sequence's length, so cached keys would be wrong.
-    "factors" divides frequency i by `factors[i]`: GGUF's `rope_freqs` tensor.
+    "factors" divides frequency i by `factors[i]`: GGUF's `rope_freqs` tensor. "longrope" divides
+    by `long_factors` where sequences may be longer than the original length, otherwise by
+    `factors`. Hugging Face chooses by the length that each sequence has by now, which would leave
+    cached keys wrong as well; the choice here is made once (`ModelConfig.served_up_to`).
 
     Raises ValueError for a value its kind cannot use.
     """
 
     kind: RopeKind
     factor: float = 1.0
-    original_max_position_embeddings: int | None = None  # tokens; llama3 and yarn
+    original_max_position_embeddings: int | None = None  # tokens; needed by llama3, yarn, longrope
     low_freq_factor: float | None = None  # llama3
     high_freq_factor: float | None = None  # llama3
-    attention_factor: float | None = None  # yarn; None: derived from factor and mscale
+    attention_factor: float | None = None  # yarn, longrope; None: derived from the factor
     beta_fast: float = 32.0  # yarn
     beta_slow: float = 1.0  # yarn
     mscale: float | None = None  # yarn
     mscale_all_dim: float | None = None  # yarn
     truncate: bool = True  # yarn
-    factors: tuple[float, ...] = ()  # [head_dim / 2]
+    factors: tuple[float, ...] = ()  # [head_dim / 2]; factors, longrope
+    long_factors: tuple[float, ...] = ()  # [head_dim / 2]; longrope
 
     def __post_init__(self) -> None:
         if self.kind not in get_args(RopeKind):
@@ -74,7 +80,7 @@ class RopeScaling:
         if not (math.isfinite(self.factor) and self.factor > 0):
             raise ValueError(f"RoPE scaling factor must be a positive number, got {self.factor}")
         original = self.original_max_position_embeddings
-        if self.kind in ("llama3", "yarn") and (original is None or original < 1):
+        if self.kind in _NEED_ORIGINAL and (original is None or original < 1):
             raise ValueError(
                 f"RoPE scaling {self.kind!r} needs original_max_position_embeddings >= 1, "
                 f"got {original}"
@@ -86,8 +92,28 @@ class RopeScaling:
                     "RoPE scaling 'llama3' needs 0 < low_freq_factor < high_freq_factor, "
                     f"got low_freq_factor={low}, high_freq_factor={high}"
                 )
-        if self.kind == "factors" and not (self.factors and all(f > 0 for f in self.factors)):
-            raise ValueError(f"RoPE frequency factors must be positive, got {self.factors}")
+        for factors in self.frequency_factors:
+            if not (factors and all(f > 0 for f in factors)):
+                raise ValueError(
+                    f"RoPE scaling {self.kind!r} needs positive frequency factors, got {factors}"
+                )
+
+    @property
+    def frequency_factors(self) -> tuple[tuple[float, ...], ...]:
+        """The tuples of factors that this kind has."""
+        kinds = {"factors": (self.factors,), "longrope": (self.factors, self.long_factors)}
+        return kinds.get(self.kind, ())
+
+    def usable_length(self, max_position_embeddings: int) -> int:
+        """The tokens that a model can be served for, whose file states `max_position_embeddings`.
+
+        A file states the original length or the stretched one. It is never stretched twice: what
+        `original_max_position_embeddings` names is the length before the scaling.
+        """
+        if self.kind not in ("linear", "yarn", "longrope"):
+            return max_position_embeddings
+        original = self.original_max_position_embeddings or max_position_embeddings
+        return max(max_position_embeddings, int(original * self.factor))
 
 
 @dataclass(frozen=True)
@@ -104,7 +130,7 @@ class ModelConfig:
     num_heads: int
     num_kv_heads: int
     head_dim: int
-    max_position_embeddings: int  # tokens
+    max_position_embeddings: int  # tokens that can be served, where RoPE is scaled with its scaling
     rms_norm_eps: float = 1e-6
     rope_theta: float = 10000.0
     rope_scaling: RopeScaling | None = None
@@ -135,12 +161,11 @@ class ModelConfig:
             raise ValueError(
                 f"model config: sliding_window must be None or >= 1, got {self.sliding_window}"
             )
-        if self.rope_scaling is not None and self.rope_scaling.kind == "factors":
-            num_factors = len(self.rope_scaling.factors)
-            if num_factors != self.head_dim // 2:
+        for factors in self.rope_scaling.frequency_factors if self.rope_scaling else ():
+            if len(factors) != self.head_dim // 2:
                 raise ValueError(
                     f"model config: head_dim={self.head_dim} needs {self.head_dim // 2} RoPE "
-                    f"frequency factors, got {num_factors}"
+                    f"frequency factors, got {len(factors)}"
                 )
         for token_id in (self.bos_token_id, *self.eos_token_ids):
             if token_id is not None and not 0 <= token_id < self.vocab_size:
@@ -148,6 +173,15 @@ class ModelConfig:
                     f"model config: special token id {token_id} is outside the vocabulary of "
                     f"{self.vocab_size}"
                 )
+
+    def served_up_to(self, num_tokens: int) -> "ModelConfig":
+        """The config for an engine whose sequences have at most `num_tokens` tokens.
+
+        It is another one only where the rotary frequencies depend on that: for LongRoPE.
+        """
+        if self.rope_scaling is None or self.rope_scaling.kind != "longrope":
+            return self
+        return dataclasses.replace(self, max_position_embeddings=num_tokens)
 
     @classmethod
     def from_hf(cls, hf: Mapping[str, Any], name: str = "") -> "ModelConfig":
@@ -172,6 +206,7 @@ class ModelConfig:
         head_dim = hf.get("head_dim")
         bias = arch == "qwen2" or bool(hf.get("attention_bias", False))
         bos_default, eos_default = _DEFAULT_SPECIAL_IDS[arch]
+        scaling, length = _rope_scaling(hf), hf["max_position_embeddings"]
         return cls(
             vocab_size=hf["vocab_size"],
             hidden_size=hf["hidden_size"],
@@ -180,10 +215,10 @@ class ModelConfig:
             num_heads=num_heads,
             num_kv_heads=num_heads if num_kv_heads is None else num_kv_heads,
             head_dim=hf["hidden_size"] // num_heads if head_dim is None else head_dim,
-            max_position_embeddings=hf["max_position_embeddings"],
+            max_position_embeddings=length if scaling is None else scaling.usable_length(length),
             rms_norm_eps=hf.get("rms_norm_eps", 1e-6),
             rope_theta=_rope_theta(hf),
-            rope_scaling=_rope_scaling(hf),
+            rope_scaling=scaling,
             tie_word_embeddings=bool(hf.get("tie_word_embeddings", False)),
             attention_bias=bias,
             attention_out_bias=bias and arch != "qwen2",
@@ -243,20 +278,24 @@ def _rope_scaling(hf: Mapping[str, Any]) -> RopeScaling | None:
         )
     if kind == "default":
         return None
+    if kind == "su":  # the name in Phi-3's first configs
+        kind = "longrope"
     max_positions = hf["max_position_embeddings"]
     # A top-level value wins, as in transformers' standardize_rope_params.
     original = hf.get("original_max_position_embeddings") or rope.get(
-        "original_max_position_embeddings", max_positions
+        "original_max_position_embeddings"
     )
+    if kind in _NEED_ORIGINAL:
+        original = original or max_positions
     factor = rope.get("factor")
-    if factor is None and kind == "yarn":
+    if factor is None and kind in ("yarn", "longrope"):
         factor = max_positions / original
     if factor is None:
         raise ValueError(f"model config: RoPE scaling {kind!r} has no factor")
     return RopeScaling(
         kind=kind,
         factor=float(factor),
-        original_max_position_embeddings=original if kind in ("llama3", "yarn") else None,
+        original_max_position_embeddings=original,
         beta_fast=rope.get("beta_fast") or 32.0,
         beta_slow=rope.get("beta_slow") or 1.0,
         low_freq_factor=rope.get("low_freq_factor"),
@@ -265,6 +304,8 @@ def _rope_scaling(hf: Mapping[str, Any]) -> RopeScaling | None:
         mscale=rope.get("mscale"),
         mscale_all_dim=rope.get("mscale_all_dim"),
         truncate=rope.get("truncate", True),
+        factors=tuple(rope.get("short_factor") or ()),
+        long_factors=tuple(rope.get("long_factor") or ()),
     )
 
 

@@ -29,6 +29,8 @@ def inv_freq(config: ModelConfig) -> tuple[Frequencies, float]:
             return plain / np.asarray(scaling.factors, np.float32), 1.0
         case RopeScaling(kind="llama3"):
             return _llama3(plain, scaling), 1.0
+        case RopeScaling(kind="longrope"):
+            return _longrope(wavelengths, scaling, config), _longrope_attention_factor(scaling)
         case _:
             return _yarn(wavelengths, scaling, config), _yarn_attention_factor(scaling)
 
@@ -84,3 +86,22 @@ def _yarn_attention_factor(scaling: RopeScaling) -> float:
     if scaling.mscale and scaling.mscale_all_dim:
         return magnitude(scaling.mscale) / magnitude(scaling.mscale_all_dim)
     return magnitude(1.0)
+
+
+def _longrope(wavelengths: Frequencies, scaling: RopeScaling, config: ModelConfig) -> Frequencies:
+    original = scaling.original_max_position_embeddings
+    assert original is not None  # RopeScaling has checked it for its kind
+    is_long = config.max_position_embeddings > original
+    factors = np.asarray(scaling.long_factors if is_long else scaling.factors, np.float32)
+    frequencies: Frequencies = np.float32(1.0) / (factors * wavelengths)
+    return frequencies
+
+
+def _longrope_attention_factor(scaling: RopeScaling) -> float:
+    """The same for short sequences and long ones, as in transformers."""
+    original = scaling.original_max_position_embeddings
+    if scaling.attention_factor is not None:
+        return float(scaling.attention_factor)
+    if scaling.factor <= 1 or original is None:
+        return 1.0
+    return math.sqrt(1 + math.log(scaling.factor) / math.log(original))

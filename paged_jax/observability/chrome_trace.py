@@ -66,7 +66,7 @@ class ChromeTrace(Observer):
             self._file.track(REQUESTS, FIRST_LANE + lane, f"requests, lane {lane}")
         facts = {
             "prompt_tokens": len(request.prompt_token_ids),
-            "max_tokens": request.params.max_tokens,
+            "max_tokens": request.max_tokens,
             "sequences": request.params.beam_width or request.params.num_sequences,
             "priority": request.priority,
         }

@@ -110,7 +110,9 @@ class Metrics(Observer):
         self.prompt_tokens = new("request_prompt_tokens", "Prompt tokens.", lengths)
         self.generation_tokens = new("request_generation_tokens", "Tokens generated.", lengths)
         self.n = new("request_params_n", "Continuations asked for.", FEW)
-        self.max_tokens = new("request_params_max_tokens", "Tokens asked for.", lengths)
+        self.max_tokens = new(
+            "request_params_max_tokens", "Tokens asked for, as far as they fit.", lengths
+        )
 
     def _new_histogram(self, name: str, description: str, bounds: tuple[float, ...]) -> Histogram:
         values = Histogram(bounds)
@@ -121,7 +123,7 @@ class Metrics(Observer):
         self._phases.add(request)
         self._arrival_s[request.request_id] = request.arrival_time
         self.n.observe(request.params.n)
-        self.max_tokens.observe(request.params.max_tokens)
+        self.max_tokens.observe(request.max_tokens)
 
     def on_request_refused(self, error: ValueError) -> None:
         reason = QUEUE_FULL if isinstance(error, QueueFull) else "invalid_request"

@@ -66,9 +66,9 @@ class RequestPhases:
         for chunk in batch.prefills:
             if chunk.completes:
                 self._enter(chunk.seq.request, "running", iteration.end_s)
-        for seq in iteration.finished:
-            if not seq.request.is_finished and not any(map(_runs, seq.request.sequences)):
-                self._enter(seq.request, "waiting", iteration.end_s)
+        for request in {seq.request.request_id: seq.request for seq in iteration.finished}.values():
+            if not request.is_finished and not any(map(_runs, request.sequences)):
+                self._enter(request, "waiting", iteration.end_s)
 
     def recover(self, time_s: float) -> None:
         """Look again at which requests still run, after a step that raised."""

@@ -105,7 +105,7 @@ class Admission:
                 salt=request.salt,
                 max_num_tokens=seq.max_num_slots,
                 num_prompt_tokens=seq.num_prompt_tokens,
-                num_sequences=min(num_branches(seq), self._max_num_seqs - num_taken),
+                num_sequences=num_branches(seq, self._max_num_seqs - num_taken),
                 keep_free_blocks=self._keep_free_blocks(request),
                 use_cache=not request.lacks_prompt_logprobs,
             )

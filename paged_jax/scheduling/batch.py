@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from itertools import islice
 
 from paged_jax.memory.interface import MemoryManager
 from paged_jax.scheduling.queues import Queues
@@ -83,21 +84,26 @@ def add_forks(prefills: list[PrefillChunk], memory: MemoryManager, num_places: i
     for chunk in prefills:
         if chunk.completes and chunk.seq.is_fresh and len(chunk.seq.request.sequences) > 1:
             memory_room = memory.num_forks_left(chunk.seq.seq_id, num_forks)
-            chunk.forks = _fresh_waiting(chunk.seq)[: min(num_places - num_forks, memory_room)]
+            room = min(num_places - num_forks, memory_room)
+            chunk.forks = list(islice(_fresh_waiting(chunk.seq), room))
             num_forks += len(chunk.forks)
 
 
-def num_branches(seq: Sequence) -> int:
-    """How many sequences a waiting one will be once its prompt is computed, if all have places."""
+def num_branches(seq: Sequence, num_places: int) -> int:
+    """How many sequences a waiting one will be in `num_places` once its prompt is computed."""
     if seq.is_beam or not seq.is_fresh:
-        return seq.num_places
-    return len(_fresh_waiting(seq))
+        return min(seq.num_places, num_places)
+    return sum(1 for _ in islice(_fresh_waiting(seq), num_places))
 
 
-def _fresh_waiting(seq: Sequence) -> list[Sequence]:
-    """The sequences of the same request that wait and have generated nothing."""
-    waiting = SequenceStatus.WAITING
-    return [each for each in seq.request.sequences if each.status is waiting and each.is_fresh]
+def _fresh_waiting(seq: Sequence) -> Iterator[Sequence]:
+    """The sequences of its request, from itself on, that wait and have generated nothing.
+
+    Those before it have started, as they come first. There may be thousands of either.
+    """
+    for each in islice(seq.request.sequences, seq.index, None):
+        if each.status is SequenceStatus.WAITING and each.is_fresh:
+            yield each
 
 
 def start_forks(chunk: PrefillChunk, memory: MemoryManager, queues: Queues) -> list[Sequence]:

@@ -1,4 +1,6 @@
-"""Checks that refuse what can never be served, with the numbers."""
+"""What fits: checks that refuse what can never be served, with the numbers."""
+
+from bisect import bisect_right
 
 from paged_jax.config import EngineConfig
 from paged_jax.memory.interface import MemoryManager
@@ -18,50 +20,65 @@ def check_queue(request: Request, num_waiting: int, limit: int | None) -> None:
         )
 
 
-def check_fits(request: Request, memory: MemoryManager, config: EngineConfig) -> None:
-    """ValueError unless the request can finish when it is alone."""
+def fitting_max_tokens(request: Request, memory: MemoryManager, config: EngineConfig) -> int:
+    """How many tokens each sequence may generate so that the request can finish when it is alone.
+
+    That is `max_tokens`, clipped to `max_model_len`; None is clipped to the pool as well. A number
+    that the pool can never hold is refused: it would depend on the pool what comes out. ValueError
+    if no token fits, or fewer than `min_tokens`.
+    """
     name, params = f"request {request.request_id!r}", request.params
-    num_prompt, max_tokens = len(request.prompt_token_ids), params.max_tokens
-    max_model_len, max_num_seqs = config.max_model_len, config.max_num_seqs
-    if num_prompt >= max_model_len:
+    num_prompt, max_num_seqs = len(request.prompt_token_ids), config.max_num_seqs
+    room = config.max_model_len - num_prompt
+    if room < 1:
         raise ValueError(
             f"{name}: a prompt of {num_prompt} tokens leaves no room to generate one within "
-            f"max_model_len {max_model_len}; shorten the prompt"
-        )
-    if num_prompt + max_tokens > max_model_len:
-        raise ValueError(
-            f"{name}: a prompt of {num_prompt} tokens and max_tokens {max_tokens} make "
-            f"{num_prompt + max_tokens}, beyond max_model_len {max_model_len}; shorten the prompt "
-            f"or set max_tokens to at most {max_model_len - num_prompt}"
+            f"max_model_len {config.max_model_len}; shorten the prompt"
         )
     if params.beam_width and params.beam_width > max_num_seqs:
         raise ValueError(
             f"{name}: beam_width {params.beam_width} is more than max_num_seqs {max_num_seqs}, and "
             "beams run together"
         )
-    num_blocks = num_blocks_needed(request, memory)
-    if num_blocks > memory.num_total_blocks - memory.num_pinned_blocks:
-        beams = f" in {params.beam_width} beams" if params.beam_width else ""
-        raise ValueError(
-            f"{name}: a prompt of {num_prompt} tokens and max_tokens {max_tokens}{beams} can need "
-            f"{num_blocks} blocks of {memory.block_size} slots, the pool has "
-            f"{memory.num_total_blocks} and {memory.num_pinned_blocks} of them are pinned; give it "
-            "more blocks or lower max_tokens"
+    num_blocks = memory.num_total_blocks - memory.num_pinned_blocks
+    max_tokens = room if params.max_tokens is None else min(params.max_tokens, room)
+    needed = num_blocks_needed(request, memory, max_tokens)
+    if needed > num_blocks:
+        most = bisect_right(
+            range(1, max_tokens), num_blocks, key=lambda n: num_blocks_needed(request, memory, n)
         )
+        if params.max_tokens is not None or not most:
+            beams = f" in {params.beam_width} beams" if params.beam_width else ""
+            remedy = f"lower max_tokens to at most {most}" if most else "shorten the prompt"
+            raise ValueError(
+                f"{name}: a prompt of {num_prompt} tokens and max_tokens {max_tokens}{beams} can "
+                f"need {needed} blocks of {memory.block_size} slots, the pool has "
+                f"{memory.num_total_blocks} and {memory.num_pinned_blocks} of them are pinned; "
+                f"give it more blocks or {remedy}"
+            )
+        max_tokens = most
+    if params.min_tokens > max_tokens:
+        raise ValueError(
+            f"{name}: min_tokens {params.min_tokens} is more than the {max_tokens} tokens that fit "
+            f"after a prompt of {num_prompt}; lower it or shorten the prompt"
+        )
+    return max_tokens
 
 
-def num_blocks_needed(request: Request, memory: MemoryManager) -> int:
+def num_blocks_needed(
+    request: Request, memory: MemoryManager, max_tokens: int | None = None
+) -> int:
     """The most blocks that the request needs beside the pinned blocks that it is sure to find.
 
     The sequences of a sample run one after the other if need be; the beams of a search run
-    together.
+    together. `max_tokens` may take the place of the request's own.
     """
-    num_found = 0
+    num_found, num_prompt = 0, len(request.prompt_token_ids)
     if not request.lacks_prompt_logprobs:
         num_found = memory.num_pinned_tokens(request.prompt_token_ids, request.params.cache_salt)
     needed = memory.num_blocks_needed(
-        len(request.prompt_token_ids),
-        request.sequences[0].max_num_slots,
+        num_prompt,
+        num_prompt + (max_tokens or request.max_tokens) - 1,
         request.params.beam_width or 1,
     )
     return needed - num_found // memory.block_size

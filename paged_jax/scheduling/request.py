@@ -2,6 +2,7 @@
 
 import enum
 import itertools
+import sys
 from collections.abc import Hashable
 from dataclasses import dataclass, field
 
@@ -46,10 +47,10 @@ class Sequence:
     max_num_tokens: int = field(init=False)  # length at which it ends, prompt included
     end_token_ids: frozenset[int] = field(init=False)  # tokens that end it; the scheduler adds EOS
     sampling_seed: int = field(init=False)  # uint32: its own random stream
-    needs_history: bool = field(init=False)  # whether a step needs its tokens before the newest
+    needs_history: bool = field(init=False)  # whether its sampling depends on its tokens so far
     is_beam: bool = field(init=False)
     # Leaves out next tokens; the host has to know the sequence's tokens to ask it.
-    constraint: TokenConstraint | None = field(init=False, default=None)
+    constraint: TokenConstraint | None = field(init=False)
     # (token, log-probability) of the likeliest next tokens, while a beam waits for other beams.
     candidates: tuple[tuple[int, float], ...] | None = field(init=False, default=None)
     cumulative_logprob: float = field(init=False, default=0.0)  # where steps report logprobs
@@ -61,13 +62,14 @@ class Sequence:
         self.token_ids = list(request.prompt_token_ids)
         self.num_prompt_tokens = len(self.token_ids)
         self.min_num_tokens = self.num_prompt_tokens + params.min_tokens
-        self.max_num_tokens = self.num_prompt_tokens + params.max_tokens
+        self.max_num_tokens = self.num_prompt_tokens + request.max_tokens
         self.end_token_ids = frozenset(params.stop_token_ids)
         # An odd multiplier keeps the streams of a request apart; the golden ratio keeps apart the
         # streams of neighbouring seeds.
         self.sampling_seed = (request.seed + self.index * 0x9E3779B9) % 2**32
         self.needs_history = params.needs_history
         self.is_beam = params.beam_width is not None
+        self.constraint = request.constraint and request.constraint.branch()
 
     @property
     def num_tokens(self) -> int:
@@ -139,6 +141,7 @@ class Request:
     arrival_time: seconds on the engine's monotonic clock.
     priority: lower goes first, where the policy looks at it.
     deadline_s: when the request is ended if it has not finished; seconds on the same clock.
+    constraint: of which each of its sequences gets a branch.
     """
 
     request_id: str
@@ -148,6 +151,9 @@ class Request:
     seed: int
     priority: int = 0
     deadline_s: float | None = None
+    constraint: TokenConstraint | None = field(repr=False, default=None)
+    # Tokens that each of its sequences may generate; once it is added, no more than fit.
+    max_tokens: int = field(init=False)
     sequences: list[Sequence] = field(init=False, repr=False)
     beam_search: BeamSearch | None = field(init=False, default=None, repr=False)
     # EOS tokens that end its sequences, beside `params.stop_token_ids`; the scheduler sets them.
@@ -167,16 +173,20 @@ class Request:
     def __post_init__(self) -> None:
         if not self.prompt_token_ids:
             raise ValueError(f"request {self.request_id!r}: the prompt is empty")
+        asked = self.params.max_tokens
+        self.max_tokens = sys.maxsize if asked is None else asked
         count = 1 if self.params.beam_width else self.params.num_sequences
         self.sequences = [Sequence(self, index) for index in range(count)]
 
-    def begin(self, eos_token_ids: frozenset[int]) -> None:
-        """Set the tokens that end its sequences, and start its search if it has beams."""
+    def begin(self, eos_token_ids: frozenset[int], max_tokens: int) -> None:
+        """Set what ends its sequences, and start its search if it has beams."""
         params = self.params
+        self.max_tokens = max_tokens
         self.eos_token_ids = frozenset() if params.ignore_eos else eos_token_ids
         ending = self.eos_token_ids | frozenset(params.stop_token_ids)
         for seq in self.sequences:
             seq.end_token_ids = ending
+            seq.max_num_tokens = seq.num_prompt_tokens + max_tokens
         if params.beam_width:
             self.beam_search = BeamSearch(
                 params.beam_width,
@@ -195,4 +205,5 @@ class Request:
 
     @property
     def is_finished(self) -> bool:
-        return all(seq.is_finished for seq in self.sequences)
+        # They start in order: of many, the last is likely to be unfinished.
+        return all(seq.is_finished for seq in reversed(self.sequences))

@@ -25,7 +25,7 @@ from paged_jax.memory.usage import MemoryUsage
 from paged_jax.outputs import FinishReason, TokenLogprobs
 from paged_jax.scheduling.admission import Admission
 from paged_jax.scheduling.batch import ScheduledBatch, add_forks
-from paged_jax.scheduling.checks import check_fits, check_queue, num_blocks_needed
+from paged_jax.scheduling.checks import check_queue, fitting_max_tokens, num_blocks_needed
 from paged_jax.scheduling.chunking import PrefillPlan, prefill_budget
 from paged_jax.scheduling.estimates import StepEstimates
 from paged_jax.scheduling.policies import key_of, make_policy
@@ -78,7 +78,7 @@ class Scheduler:
         self._num_free_blocks = 0  # when the last iteration had been planned
 
     def add(self, request: Request) -> None:
-        """Queue a request.
+        """Queue a request; `Request.max_tokens` is clipped to what fits.
 
         ValueError with the numbers if it can never fit, QueueFull if too many wait already.
         """
@@ -88,13 +88,13 @@ class Scheduler:
                 "its own"
             )
         try:
-            check_fits(request, self.memory, self.config)
+            max_tokens = fitting_max_tokens(request, self.memory, self.config)
             check_queue(request, self.queues.num_waiting_requests, self.config.max_num_waiting)
             request.rank = key_of(self.policy, request), self._num_added
         except ValueError:
             self.counters.num_refused += 1
             raise
-        request.begin(self._eos_token_ids)
+        request.begin(self._eos_token_ids, max_tokens)
         salt = request.params.cache_salt
         request.salt = salt if self.config.enable_prefix_caching else (request.request_id,)
         self._num_added += 1
@@ -259,7 +259,7 @@ class Scheduler:
         holder of the block writes after it. The plan has to wait for the tokens
 
         - of beams, which other beams replace;
-        - of sequences with penalties or `min_tokens`, whose step needs the tokens before;
+        - of sequences with a constraint, which the host asks what may come next;
         - of a prompt's siblings that are about to start, as they share its blocks only then;
         - when memory is out, as preemption may depend on which sequences end;
         - when a swapped sequence may have room now, as it brings its token from the host.
@@ -290,7 +290,7 @@ class Scheduler:
             num_tokens = len(seq.token_ids) + 1
             if num_tokens >= seq.max_num_tokens:
                 continue
-            if seq.is_beam or seq.needs_history:
+            if seq.is_beam or seq.constraint is not None:
                 return None
             if num_tokens > seq.num_writable_slots and not self._append(seq, num_tokens):
                 return None

@@ -309,7 +309,7 @@ class _Run:
         return SimulatedRequest(
             arrival_s=request.arrival_time,
             num_prompt_tokens=len(request.prompt_token_ids),
-            max_tokens=request.params.max_tokens,
+            max_tokens=request.max_tokens,
             first_token_s=self.first_token_s.get(name),
             last_token_s=self.last_token_s.get(name),
             num_output_tokens=_num_output_tokens(request),

@@ -2,7 +2,9 @@
 scores of a prompt's own tokens, copies of blocks, and tokens passed from one step to the next.
 
 They are pure functions of parameters, cache and static-shaped arrays, compiled once for each bucket
-of rows or tokens. The cache is donated: it is updated in place, never copied.
+of rows or tokens. The cache is donated: it is updated in place, never copied. So is the history
+`i32[any, max_model_len]`, which has a row (a slot) for each sequence whose sampling depends on its
+tokens so far, and holds them by position.
 """
 
 from functools import partial
@@ -14,12 +16,19 @@ from paged_jax.models.config import ModelConfig
 from paged_jax.models.params import Params, bind
 from paged_jax.steps.attention import DecodeIndex, PagedAttention, PrefillIndex
 from paged_jax.steps.kv_cache import PagedKVCache, copy_blocks, slots_of
+from paged_jax.steps.logits import LogitsProcessor
 from paged_jax.steps.sampling import Sampled, SamplingBatch, log_probabilities, sample
+from pallas_kernels.numerics import default_numerics
 
 NUM_LOGPROBS = 20  # most likely tokens that a step reports where any row asks for them
 
 
-@partial(jax.jit, static_argnames=("config", "attention"), donate_argnames=("cache",))
+@partial(
+    jax.jit,
+    static_argnames=("config", "attention", "processors"),
+    donate_argnames=("cache", "history"),
+)
+@default_numerics()
 def decode_step(
     params: Params,
     cache: PagedKVCache,
@@ -28,24 +37,36 @@ def decode_step(
     block_tables: Array,  # i32[B, M]
     context_lens: Array,  # i32[B], positions + 1, or 0 in padded rows
     sampling: SamplingBatch,
+    history: Array,  # i32[any, H]; the rows' tokens before these
     *,
     config: ModelConfig,
     attention: PagedAttention,
-) -> tuple[PagedKVCache, Sampled]:
+    processors: tuple[LogitsProcessor, ...] = (),
+) -> tuple[PagedKVCache, Sampled, Array]:
     """One token for each row: write its keys and values, attend to its context, sample the next.
 
     A padded row has context length 0 and a table of zeros: it writes to the null block. The cache
-    is donated. The work grows with `context_lens`, not the width M of the tables.
+    and the history are donated; the history comes back with `tokens` written to the rows' slots.
+    The work grows with `context_lens`, not the width M of the tables.
     """
     model = bind(config, params)
     slots = slots_of(block_tables, positions, cache.block_size)
     index = DecodeIndex(slots, block_tables, context_lens)
     hidden, layers = model(tokens, positions, attention.decode, cache.layers, index)
-    sampled = sample(model.logits(hidden), positions, sampling, num_logprobs=NUM_LOGPROBS)
-    return PagedKVCache.of_layers(layers), sampled
+    history = history.at[sampling.rules.slots, positions].set(tokens, mode="drop")
+    sampled = sample(
+        model.logits(hidden),
+        positions,
+        sampling,
+        history,
+        num_logprobs=NUM_LOGPROBS,
+        processors=processors,
+    )
+    return PagedKVCache.of_layers(layers), sampled, history
 
 
 @partial(jax.jit, static_argnames=("config", "attention"), donate_argnames=("cache",))
+@default_numerics()
 def prefill_step(
     params: Params,
     cache: PagedKVCache,
@@ -67,22 +88,42 @@ def prefill_step(
     return PagedKVCache.of_layers(layers), (hidden[last], hidden)
 
 
-@partial(jax.jit, static_argnames=("config",))
+@partial(jax.jit, static_argnames=("config", "processors"))
+@default_numerics()
 def head_step(
     params: Params,
     hidden: Array,  # [L, E], from prefill_step
     rows: Array,  # i32[B], rows of hidden that complete their prompt
     positions: Array,  # i32[B], positions of the prompts' last tokens
     sampling: SamplingBatch,
+    history: Array,  # i32[any, H]; the prompts' tokens
     *,
     config: ModelConfig,
+    processors: tuple[LogitsProcessor, ...] = (),
 ) -> Sampled:
     """Sample the first token of prompts that a prefill step has completed."""
-    logits = bind(config, params).logits(hidden[rows])
-    return sample(logits, positions, sampling, num_logprobs=NUM_LOGPROBS)
+    return sample(
+        bind(config, params).logits(hidden[rows]),
+        positions,
+        sampling,
+        history,
+        num_logprobs=NUM_LOGPROBS,
+        processors=processors,
+    )
+
+
+@partial(jax.jit, donate_argnames=("history",))
+def remember_step(
+    history: Array,  # i32[any, H]
+    tokens: Array,  # i32[H], of one sequence
+    slots: Array,  # i32[N], filled up with NO_SLOT
+) -> Array:
+    """Write a sequence's tokens to slots of the history, which is donated."""
+    return history.at[slots].set(tokens, mode="drop")
 
 
 @partial(jax.jit, static_argnames=("config",))
+@default_numerics()
 def score_step(
     params: Params,
     hidden: Array,  # [N, E], from prefill_step

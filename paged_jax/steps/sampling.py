@@ -5,14 +5,14 @@ preemption. All modes live in one program: branches are chosen on the device, so
 requests compiles anything new, and a greedy batch pays for an arg-max only.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import Array, lax
 
-ArrayLike = Array | np.ndarray
+from paged_jax.steps.logits import ArrayLike, LogitRules, LogitsProcessor, change_logits
 
 
 @jax.tree_util.register_dataclass
@@ -24,57 +24,67 @@ class SamplingBatch:
     top_k: ArrayLike  # i32[B], 0: off
     top_p: ArrayLike  # f32[B], 1: off
     min_p: ArrayLike  # f32[B], 0: off
-    repetition_penalty: ArrayLike  # f32[B], 1: off
-    presence_penalty: ArrayLike  # f32[B], 0: off
-    frequency_penalty: ArrayLike  # f32[B], 0: off
     seed: ArrayLike  # u32[B]
     num_prompt_tokens: ArrayLike  # i32[B]
-    min_tokens: ArrayLike  # i32[B], outputs before an end token may be sampled
-    end_tokens: ArrayLike  # i32[B, MAX_END_TOKENS], filled up with -1
-    history: ArrayLike  # i32[B, H], the row's tokens by position; read if `adjusts`
-    adjusts: ArrayLike  # bool[], some row has penalties or min_tokens
+    rules: LogitRules  # what changes the logits first
     draws: ArrayLike  # bool[], some row samples at random
     filters: ArrayLike  # bool[], some row has top_k, top_p or min_p
     wants_logprobs: ArrayLike  # bool[]
 
 
-MAX_END_TOKENS = 16
-
-
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Sampled:
-    """Next tokens; log-probabilities are those of the raw logits, NaN unless wanted."""
+    """Next tokens; log-probabilities are those of the raw logits, 0 where no row wants any."""
 
     tokens: Array  # i32[B]
     logprobs: Array  # f32[B], of the sampled tokens
     top_tokens: Array  # i32[B, K], most likely first
     top_logprobs: Array  # f32[B, K]
+    is_valid: Array  # bool[B], whether the token means anything
     is_finite: Array  # bool[B], whether the raw logits are: none NaN or inf, not all -inf
 
 
 def sample(
-    logits: Array, positions: ArrayLike, batch: SamplingBatch, *, num_logprobs: int
+    logits: Array,
+    positions: ArrayLike,
+    batch: SamplingBatch,
+    history: ArrayLike,
+    *,
+    num_logprobs: int,
+    processors: Sequence[LogitsProcessor] = (),
 ) -> Sampled:
     """Sample from `logits` `f32[B, V]` of the tokens at `positions` `i32[B]`.
 
-    Parameters act in vLLM's order: penalties, temperature, min_p, top_k, top_p. Tokens that tie
-    with the last token that top_k or top_p keeps are kept too.
+    history: `i32[any, H]`, tokens by slot and position, the tokens at `positions` included.
+
+    Parameters act in vLLM's order: rules (`paged_jax.steps.logits`), temperature, min_p, top_k,
+    top_p. Tokens that tie with the last token that top_k or top_p keeps are kept too.
 
     A row's largest logit tells whether all are finite, as NaN counts as the largest. The arg-max
-    has found it already, so the check costs B reads. Penalties may leave out a token that is NaN:
-    where some row has penalties, the check takes a pass over the vocabulary.
+    has found it already, so the check costs B reads. Rules may leave out a token that is NaN: where
+    some row has rules, the check takes a pass over the vocabulary. Rules may also leave no token.
     """
     positions = jnp.asarray(positions)
     index = positions + 1 - jnp.asarray(batch.num_prompt_tokens)  # of the sampled token
+    rules, is_changed = batch.rules, batch.rules.is_changed
     adjusted = lax.cond(
-        batch.adjusts, lambda: _adjust(logits, positions, index, batch), lambda: logits
+        is_changed,
+        lambda: change_logits(
+            logits,
+            positions,
+            jnp.asarray(batch.num_prompt_tokens),
+            rules,
+            jnp.asarray(history),
+            processors,
+        ),
+        lambda: logits,
     )
     greedy = jnp.argmax(adjusted, axis=-1).astype(jnp.int32)
     largest = lax.cond(
-        batch.adjusts, lambda: jnp.argmax(logits, axis=-1).astype(jnp.int32), lambda: greedy
+        is_changed, lambda: jnp.argmax(logits, axis=-1).astype(jnp.int32), lambda: greedy
     )
-    is_finite = jnp.isfinite(jnp.take_along_axis(logits, largest[:, None], axis=-1)[:, 0])
+    is_finite = _is_finite_at(logits, largest)
     tokens = lax.cond(
         batch.draws,
         lambda: jnp.where(batch.temperature == 0, greedy, _draw(adjusted, index, batch)),
@@ -86,39 +96,17 @@ def sample(
         batch.wants_logprobs,
         lambda: log_probabilities(logits, tokens, num_logprobs),
         lambda: (
-            jnp.full((B,), jnp.nan),
+            jnp.zeros((B,), jnp.float32),
             jnp.zeros((B, num_logprobs), jnp.int32),
-            jnp.full((B, num_logprobs), jnp.nan),
+            jnp.zeros((B, num_logprobs), jnp.float32),
         ),
     )
-    return Sampled(tokens, logprobs, top_tokens, top_logprobs, is_finite)
+    is_valid = is_finite & _is_finite_at(adjusted, greedy)
+    return Sampled(tokens, logprobs, top_tokens, top_logprobs, is_valid, is_finite)
 
 
-def _adjust(logits: Array, positions: Array, index: Array, batch: SamplingBatch) -> Array:
-    """Penalties for tokens seen so far, and no end token before min_tokens."""
-    B, V = logits.shape
-    rows = jnp.arange(B)[:, None]
-    history = jnp.asarray(batch.history)
-    at = jnp.arange(history.shape[1])
-    is_token = at <= positions[:, None]
-    is_output = is_token & (at >= jnp.asarray(batch.num_prompt_tokens)[:, None])
-
-    def counts(which: Array) -> Array:  # f32[B, V]
-        ids = jnp.where(which, history, V)
-        return jnp.zeros((B, V)).at[rows, ids].add(1.0, mode="drop")
-
-    def column(x: ArrayLike) -> Array:
-        return jnp.asarray(x)[:, None]
-
-    outputs = counts(is_output)
-    penalty = jnp.where(counts(is_token) > 0, column(batch.repetition_penalty), 1.0)
-    logits = jnp.where(logits > 0, logits / penalty, logits * penalty)
-    logits -= column(batch.frequency_penalty) * outputs
-    logits -= column(batch.presence_penalty) * (outputs > 0)
-
-    end_tokens = jnp.asarray(batch.end_tokens)
-    too_early = (index < jnp.asarray(batch.min_tokens))[:, None] & (end_tokens >= 0)
-    return logits.at[rows, jnp.where(too_early, end_tokens, V)].set(-jnp.inf, mode="drop")
+def _is_finite_at(logits: Array, tokens: Array) -> Array:
+    return jnp.isfinite(jnp.take_along_axis(logits, tokens[:, None], axis=-1)[:, 0])
 
 
 def _draw(logits: Array, index: Array, batch: SamplingBatch) -> Array:
@@ -129,8 +117,12 @@ def _draw(logits: Array, index: Array, batch: SamplingBatch) -> Array:
     scaled = logits / jnp.where(temperature > 0, temperature, 1)
     scaled = lax.cond(batch.filters, lambda: _filter(scaled, batch), lambda: scaled)
 
-    def noise(seed: Array, index: Array) -> Array:
-        return jax.random.gumbel(jax.random.fold_in(jax.random.key(seed), index), logits.shape[1:])
+    def noise(seed: Array, index: Array) -> Array:  # the same under all of JAX's settings
+        key = jax.random.wrap_key_data(jnp.stack([jnp.uint32(0), seed]), impl="threefry2x32")
+        with jax.threefry_partitionable(True):
+            return jax.random.gumbel(
+                jax.random.fold_in(key, index), logits.shape[1:], jnp.float32, "low"
+            )
 
     noisy = scaled + jax.vmap(noise)(jnp.asarray(batch.seed), index)
     return jnp.argmax(noisy, axis=-1).astype(jnp.int32)

@@ -7,9 +7,8 @@ from paged_jax.workloads.arrivals import (
     arrive_poisson,
     speedup_to,
 )
-from paged_jax.workloads.azure import read_azure
 from paged_jax.workloads.build import ARRIVALS, KINDS, build_workload
-from paged_jax.workloads.burstgpt import read_burstgpt
+from paged_jax.workloads.csv_traces import read_azure, read_burstgpt
 from paged_jax.workloads.lengths import (
     NAMED_LENGTHS,
     PUBLISHED_LENGTHS,
@@ -23,7 +22,13 @@ from paged_jax.workloads.mooncake import MooncakeRow, mooncake_requests, read_mo
 from paged_jax.workloads.overflow import limit_lengths
 from paged_jax.workloads.prompts import prompt_requests, read_prompts
 from paged_jax.workloads.request import TracedRequest, VocabRange, WorkloadRequest, traced_requests
-from paged_jax.workloads.sharegpt import find_packaged_sharegpt, read_sharegpt, sharegpt_requests
+from paged_jax.workloads.sharegpt import (
+    Exchange,
+    find_packaged_sharegpt,
+    read_conversations,
+    read_sharegpt,
+    sharegpt_requests,
+)
 from paged_jax.workloads.sharegpt_lengths import sharegpt_length_requests, sharegpt_lengths
 
 __all__ = [
@@ -32,6 +37,7 @@ __all__ = [
     "NAMED_LENGTHS",
     "PUBLISHED_LENGTHS",
     "SERVED_LENGTHS",
+    "Exchange",
     "Lengths",
     "LogNormal",
     "MooncakeRow",
@@ -51,6 +57,7 @@ __all__ = [
     "prompt_requests",
     "read_azure",
     "read_burstgpt",
+    "read_conversations",
     "read_mooncake",
     "read_prompts",
     "read_sharegpt",

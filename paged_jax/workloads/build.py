@@ -6,8 +6,7 @@ from pathlib import Path
 from typing import Any, get_args
 
 from paged_jax.workloads.arrivals import arrive_as_traced, arrive_at_once, arrive_gamma, speedup_to
-from paged_jax.workloads.azure import read_azure
-from paged_jax.workloads.burstgpt import read_burstgpt
+from paged_jax.workloads.csv_traces import read_azure, read_burstgpt
 from paged_jax.workloads.lengths import NAMED_LENGTHS, Lengths, length_requests
 from paged_jax.workloads.mooncake import mooncake_requests, read_mooncake
 from paged_jax.workloads.overflow import Overflow, limit_lengths
@@ -91,25 +90,21 @@ def build_workload(
     if ignore_eos is None:
         ignore_eos = kind != "prompts"
     options: dict[str, Any] = {"seed": seed, "ignore_eos": ignore_eos}
-    notes: list[str] = []
+    skipped: list[str] = []
     drawn: Iterator[WorkloadRequest]
     match kind:
         case "sharegpt":
-            exchanges, report = read_sharegpt(path or find_packaged_sharegpt())
-            notes += report.notes()
+            exchanges, skipped = read_sharegpt(path or find_packaged_sharegpt())
             encode = _require(encode, kind, "encode")
             drawn = sharegpt_requests(
                 exchanges, encode=encode, encode_prompt=encode_prompt or encode, **options
             )
-        case "azure":
-            rows = read_azure(_require(path, kind, "trace"))
-            drawn = traced_requests(rows, vocab=_require(vocab, kind, "vocab"), **options)
-        case "burstgpt":
-            rows, num_failed = read_burstgpt(_require(path, kind, "trace"))
-            notes += [f"burstgpt: skipped {num_failed} failed requests"] if num_failed else []
+        case "azure" | "burstgpt":
+            read = read_azure if kind == "azure" else read_burstgpt
+            rows, skipped = read(_require(path, kind, "trace"))
             drawn = traced_requests(rows, vocab=_require(vocab, kind, "vocab"), **options)
         case "mooncake":
-            blocks = read_mooncake(_require(path, kind, "trace"))
+            blocks, skipped = read_mooncake(_require(path, kind, "trace"))
             drawn = mooncake_requests(blocks, vocab=_require(vocab, kind, "vocab"), **options)
         case "lengths":
             if isinstance(lengths, str):
@@ -123,8 +118,7 @@ def build_workload(
             )
         case _:
             if prompts is None:
-                prompts, num_blank = read_prompts(_require(path, kind, "prompts or trace"))
-                notes += [f"prompts: skipped {num_blank} blank lines"] if num_blank else []
+                prompts, skipped = read_prompts(_require(path, kind, "prompts or trace"))
             drawn = prompt_requests(
                 prompts,
                 encode=encode_prompt or _require(encode, kind, "encode"),
@@ -139,7 +133,7 @@ def build_workload(
     requests, limits = limit_lengths(
         drawn, max_model_len, overflow=overflow, num_requests=num_requests
     )
-    notes += [f"{kind}: {note}" for note in limits.notes()]
+    notes = [f"{kind}: {note}" for note in (*skipped, *limits.notes())]
     if not requests:
         raise ValueError(
             f"{kind}: no request left; {limits.dropped} longer than {max_model_len=} dropped"

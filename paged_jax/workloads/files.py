@@ -1,154 +1,212 @@
-"""Reading trace files: lines, columns of CSV, elements of a JSON list. Errors name the line."""
+"""Reading trace files: lines, columns of CSV, JSON lines, elements of a JSON list, each with its
+place in the file."""
 
 import codecs
 import csv
 import json
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import BinaryIO
 
-# No model takes as many; a longer length is a slip in the file, and its prompt fills the memory.
-MAX_TOKENS = 10_000_000
+from paged_jax.workloads.records import Placed, Skipped
 
 CHUNK_BYTES = 1 << 22
 _SPACE = re.compile(r"[ \t\r\n]*")
+_MAYBE_NEXT = re.compile(r"[}\],\n]\s*(?=\{)")
 # The longest word of JSON that can be half there (-Infinity), or half an escaped character.
 _LONGEST_HALF = 9
 
+# What else a file may be, by its first bytes.
+_NOT_TEXT = {
+    b"\x1f\x8b": "is compressed with gzip; unpack it first",
+    b"PK\x03\x04": "is a zip archive; unpack it first",
+    b"BZh": "is compressed with bzip2; unpack it first",
+    b"\xfd7zXZ": "is compressed with xz; unpack it first",
+    b"\x28\xb5\x2f\xfd": "is compressed with zstd; unpack it first",
+    b"PAR1": "is a Parquet file; write it as text first",
+    b"\xff\xfe": "is not UTF-8 but UTF-16; save it as UTF-8",
+    b"\xfe\xff": "is not UTF-8 but UTF-16; save it as UTF-8",
+}
+# Raw line ends and tabs inside of strings are taken too.
+_JSON = json.JSONDecoder(strict=False)
 
-def require_file(path: str | Path) -> Path:
-    """The path, or ValueError where it names no file."""
+
+def require_text(path: str | Path) -> Path:
+    """The path, or ValueError where it names no file, or one that holds no text."""
     path = Path(path)
     if not path.exists():
         raise ValueError(f"{path}: no such file")
     if not path.is_file():
         raise ValueError(f"{path}: not a file")
+    with path.open("rb") as file:
+        head = file.read(8)
+    for magic, what in _NOT_TEXT.items():
+        if head.startswith(magic):
+            raise ValueError(f"{path} {what}")
     return path
 
 
-def line_error(path: str | Path, line: int, what: str) -> ValueError:
-    return ValueError(f"{path}, line {line}: {what}")
+def read_lines(
+    path: str | Path, skipped: Skipped, *, errors: str = "strict"
+) -> Iterator[Placed[str]]:
+    """Each line of a file without its line end; one that is not UTF-8 is skipped.
 
-
-def read_lines(path: str | Path) -> Iterator[tuple[int, str]]:
-    """Each line of a UTF-8 file without its line end, with its number, counted from 1."""
-    path = require_file(path)
-    with path.open("rb") as file:
-        for number, raw in enumerate(file, start=1):
-            try:
-                # A byte order mark is legal on the first line and no part of its text.
-                text = raw.decode("utf-8-sig" if number == 1 else "utf-8")
-            except UnicodeDecodeError as error:
-                raise line_error(path, number, f"not UTF-8 ({error.reason})") from None
-            yield number, text.rstrip("\r\n")
-
-
-def read_columns(path: str | Path, columns: Sequence[str]) -> Iterator[tuple[int, list[str]]]:
-    """Each row's line number and its fields of the named columns; blank lines are passed over.
-
-    Columns may come in any order and with others. ValueError names the line that is no row.
+    errors: what `bytes.decode` does instead.
     """
-    lines = read_lines(path)
-    _, header = next(lines, (1, ""))
-    names = [name.strip() for name in header.split(",")]
-    if missing := [name for name in columns if name not in names]:
-        raise line_error(path, 1, f"no column {', '.join(missing)} in the header {header!r}")
-    places = [names.index(name) for name in columns]
-    for number, line in lines:
-        if not line.strip():
-            continue
+
+    def raw_lines() -> Iterator[Placed[bytes]]:
+        with require_text(path).open("rb") as file:
+            for number, raw in enumerate(file, start=1):
+                # A byte order mark is legal on the first line and no part of its text.
+                yield f"line {number}", raw.removeprefix(codecs.BOM_UTF8) if number == 1 else raw
+
+    def decode(raw: bytes) -> str:
+        try:
+            return raw.decode(errors=errors).rstrip("\r\n")
+        except UnicodeDecodeError as error:
+            raise ValueError(f"not UTF-8 ({error.reason})") from None
+
+    return skipped.usable(raw_lines(), decode)
+
+
+def read_columns(
+    path: str | Path, columns: Sequence[str], skipped: Skipped
+) -> Iterator[Placed[list[str]]]:
+    """Each row's fields of the named columns; blank lines are passed over.
+
+    Columns may come in any order and with others. ValueError for a header without them; a line that
+    is no row is skipped.
+    """
+    # Other columns may hold other text: bytes that are not UTF-8 do no harm there.
+    lines = read_lines(path, skipped, errors="surrogateescape")
+    _, header = next(lines, ("", ""))
+    names = [name.strip().lower() for name in next(csv.reader([header]), [])]
+    if missing := [name for name in columns if name.lower() not in names]:
+        raise ValueError(
+            f"{path}, line 1: no column {', '.join(missing)} in the header {header!r:.200}"
+        )
+    places = [names.index(name.lower()) for name in columns]
+
+    def split(line: str) -> list[str]:
         try:
             fields = next(csv.reader([line], strict=True))
         except csv.Error as error:
-            raise line_error(path, number, str(error)) from None
+            raise ValueError(str(error)) from None
         if len(fields) != len(names):
-            message = f"{len(names)} fields expected, got {len(fields)} in {line!r}"
-            raise line_error(path, number, message)
-        yield number, [fields[place] for place in places]
+            raise ValueError(f"{len(names)} fields expected, got {len(fields)} in {line!r:.80}")
+        return [fields[place] for place in places]
+
+    return skipped.usable(((place, line) for place, line in lines if line.strip()), split)
 
 
-def token_count(value: object, name: str) -> int:
-    """`value`, an int or its digits, as a number of tokens; ValueError says what is wrong."""
-    count = whole_number(value, name, 1)
-    if count > MAX_TOKENS:
-        raise ValueError(f"{name} must be at most {MAX_TOKENS}, got {count}")
-    return count
+def read_json_lines(path: str | Path, skipped: Skipped) -> Iterator[Placed[object]]:
+    """The JSON value of each line; blank lines are passed over, one that is not JSON is skipped."""
+
+    def parse(line: str) -> object:
+        try:
+            return _JSON.decode(line)
+        except json.JSONDecodeError as error:
+            raise ValueError(f"not JSON: {error.msg}, column {error.colno}") from None
+
+    lines = read_lines(path, skipped)
+    return skipped.usable(((place, line) for place, line in lines if line.strip()), parse)
 
 
-def whole_number(value: object, name: str, minimum: int) -> int:
-    """`value`, an int or its digits, as an int of at least `minimum`."""
-    if isinstance(value, str) and value.strip().isdecimal():
-        value = int(value)
-    if not isinstance(value, int) or isinstance(value, bool):
-        raise ValueError(f"{name} must be a whole number, got {value!r}")
-    if value < minimum:
-        raise ValueError(f"{name} must be at least {minimum}, got {value}")
-    return value
+def read_json_records(
+    path: str | Path, skipped: Skipped, is_record: Callable[[object], bool]
+) -> Iterator[Placed[object]]:
+    """The elements of a file that is one JSON list, or the values of JSON lines."""
+    with require_text(path).open("rb") as file:
+        is_list = file.read(1024).removeprefix(codecs.BOM_UTF8).lstrip().startswith(b"[")
+    return iter(JsonList(path, skipped, is_record)) if is_list else read_json_lines(path, skipped)
 
 
-class JsonListReader:
+class JsonList:
     """Iterates once over the elements of a JSON list in a file too large to be held twice.
 
-    A file that ends before its list does gives every whole element and sets `cut_off`. Anything
-    else that is not JSON raises ValueError with the line.
+    An element that is not JSON is skipped, and with it all up to the next object that `is_record`
+    knows; so is one in which the file ends. Bytes that are not UTF-8 become lone surrogates.
     """
 
-    def __init__(self, path: str | Path, chunk_bytes: int = CHUNK_BYTES) -> None:
-        self.path = require_file(path)
-        self.cut_off = False
+    def __init__(
+        self,
+        path: str | Path,
+        skipped: Skipped,
+        is_record: Callable[[object], bool],
+        chunk_bytes: int = CHUNK_BYTES,
+    ) -> None:
+        self._path = require_text(path)
+        self._skipped = skipped
+        self._is_record = is_record
         self._chunk_bytes = chunk_bytes
-        self._decode = codecs.getincrementaldecoder("utf-8-sig")()
+        self._decode = codecs.getincrementaldecoder("utf-8-sig")("surrogateescape").decode
         self._text = ""
         self._position = 0
-        self._start = 0  # of the element last read
-        self._line = 1  # at the start of _text
+        self._line, self._counted = 1, 0  # the line of a position in the text
 
-    def error(self, what: str) -> ValueError:
-        """A complaint about the element last read, which names its line."""
-        return self._error_at(self._start, what)
-
-    def _error_at(self, position: int, what: str) -> ValueError:
-        return line_error(self.path, self._line + self._text.count("\n", 0, position), what)
-
-    def __iter__(self) -> Iterator[object]:
-        with self.path.open("rb") as file:
+    def __iter__(self) -> Iterator[Placed[object]]:
+        with self._path.open("rb") as file:
             if (opening := self._next_character(file)) != "[":
-                found = f"{opening!r}" if opening else "an empty file"
-                raise self._error_at(self._position, f"a JSON list expected, got {found}")
+                raise ValueError(f"{self._path}: a JSON list expected, got {opening!r}")
             self._position += 1
-            if self._next_character(file) == "]":
-                return
-            decoder = json.JSONDecoder()
-            while True:
-                self._next_character(file)
-                try:
-                    value, end = decoder.raw_decode(self._text, self._position)
-                except json.JSONDecodeError as error:
-                    if not self._may_be_half(error):
-                        raise self._error_at(error.pos, f"not JSON: {error.msg}") from None
-                    if self._read_more(file):
-                        continue
-                    self.cut_off = True
+            index, is_lost = 0, False
+            while (character := self._next_character(file)) != "]":
+                place = f"record {index} in line {self._line_here()}"
+                if not character:
+                    self._skipped.add(place, "the file ends before its list")
                     return
+                try:
+                    value, end = _JSON.raw_decode(self._text, self._position)
+                except (ValueError, RecursionError) as error:
+                    is_half = self._may_be_half(error)
+                    if is_half and self._read_more(file):
+                        continue
+                    if not is_lost:
+                        what = getattr(error, "msg", error)
+                        reason = "the file ends in it" if is_half else f"not JSON: {what}"
+                        self._skipped.add(place, reason)
+                        index, is_lost = index + 1, True
+                    if not self._find_next(file):
+                        return
+                    continue
                 if end == len(self._text) and self._read_more(file):
                     continue  # a number that may go on
-                self._start, self._position = self._position, end
-                yield value
-                separator = self._next_character(file)
-                if separator == "":
-                    self.cut_off = True
-                    return
-                if separator == "]":
-                    return
-                if separator != ",":
-                    raise self._error_at(self._position, f"',' or ']' expected, got {separator!r}")
-                self._position += 1
+                if is_lost and not self._is_record(value):
+                    if not self._find_next(file):
+                        return
+                    continue
+                yield place, value
+                index, is_lost = index + 1, False
+                self._position = end
+                if self._next_character(file) == ",":
+                    self._position += 1
+            self._position += 1
+            if self._next_character(file):
+                self._skipped.add(f"line {self._line_here()}", "text after the list")
 
-    def _may_be_half(self, error: json.JSONDecodeError) -> bool:
+    def _line_here(self) -> int:
+        self._line += self._text.count("\n", self._counted, self._position)
+        self._counted = self._position
+        return self._line
+
+    def _may_be_half(self, error: Exception) -> bool:
+        if not isinstance(error, json.JSONDecodeError):
+            return False
         if error.msg.startswith("Unterminated string"):
             return True
         return error.pos >= len(self._text) - _LONGEST_HALF
+
+    def _find_next(self, file: BinaryIO) -> bool:
+        """Move to the next object, which may be an element; False where none follows."""
+        self._position += 1
+        while (found := _MAYBE_NEXT.search(self._text, self._position)) is None:
+            # What ends one object may be all that is there of the way to the next.
+            self._position = max(self._position, len(self._text.rstrip()) - 1)
+            if not self._read_more(file):
+                return False
+        self._position = found.end()
+        return True
 
     def _next_character(self, file: BinaryIO) -> str:
         """Move to the next character that is no white space; "" at the end of the file."""
@@ -168,11 +226,6 @@ class JsonListReader:
         raw = file.read(max(self._chunk_bytes, len(rest)))
         if not raw:
             return False
-        try:
-            more = self._decode.decode(raw)
-        except UnicodeDecodeError as error:
-            line = self._line + self._text.count("\n") + raw.count(b"\n", 0, error.start)
-            raise line_error(self.path, line, f"not UTF-8 ({error.reason})") from None
-        self._line += self._text.count("\n", 0, self._position)
-        self._text, self._position, self._start = rest + more, 0, 0
+        self._line_here()
+        self._text, self._position, self._counted = rest + self._decode(raw), 0, 0
         return True

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from paged_jax.workloads.files import MAX_TOKENS
+from paged_jax.workloads.numbers import MAX_TOKENS
 from paged_jax.workloads.request import VocabRange, WorkloadRequest, random_token_ids
 
 

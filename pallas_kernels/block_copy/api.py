@@ -8,15 +8,20 @@ All take the caches of keys and of values of all layers, alike and each `[P, Hk,
 the same blocks of each. Block numbers must name blocks in the caches; pad them with the null block
 to keep their count static: it may hold anything afterwards. Donated caches are updated in place.
 
-Each raises ValueError for shapes that do not fit, `Unsupported` for what `impl` refuses.
+Arrays are whatever `jnp.asarray` takes, block numbers of any integer type; without any, nothing is
+moved. Each raises ValueError for shapes that do not fit, `Unsupported` for what `impl` refuses.
 """
 
-from collections.abc import Sequence
-from types import ModuleType
+from collections.abc import Callable, Sequence
+from typing import Any
 
+import jax.numpy as jnp
 from jax import Array
+from jax.typing import ArrayLike
 
-from pallas_kernels.moves import MoveCall, MoveOptions, check_caches, check_indices, resolve_move
+from pallas_kernels.arguments import as_array
+from pallas_kernels.moves import MoveCall, MoveOptions, as_caches, as_numbers, resolve_move
+from pallas_kernels.numerics import default_numerics
 from pallas_kernels.registry import Registry
 
 IMPLEMENTATIONS = Registry(
@@ -29,10 +34,11 @@ IMPLEMENTATIONS = Registry(
 )
 
 
+@default_numerics()
 def copy_blocks(
-    caches: Sequence[Array],
-    sources: Array,
-    targets: Array,
+    caches: Sequence[ArrayLike],
+    sources: ArrayLike,
+    targets: ArrayLike,
     *,
     impl: str = "auto",
     interpret: bool = False,
@@ -42,21 +48,23 @@ def copy_blocks(
 
     No block is both source and target, nor target twice, except the null block. Returns the caches.
     """
-    caches = list(caches)
-    check_caches(caches)
-    check_indices("sources", sources)
-    check_indices("targets", targets)
+    caches = as_caches(caches)
+    sources = _block_numbers("sources", sources, caches)
+    targets = _block_numbers("targets", targets, caches)
     if len(sources) != len(targets):
         raise ValueError(f"{len(sources)} sources, but {len(targets)} targets")
     options = MoveOptions(interpret, detect_races)
-    module = _module(impl, caches, targets, options)
-    copied: list[Array] = module.copy(caches, sources, targets, options=options)
+    copy = _function("copy", impl, caches, targets, options)
+    if not len(targets):
+        return caches
+    copied: list[Array] = copy(caches, sources, targets, options=options)
     return copied
 
 
+@default_numerics()
 def read_blocks(
-    caches: Sequence[Array],
-    blocks: Array,
+    caches: Sequence[ArrayLike],
+    blocks: ArrayLike,
     *,
     impl: str = "auto",
     interpret: bool = False,
@@ -66,19 +74,21 @@ def read_blocks(
 
     Each block is contiguous in it, with all layers.
     """
-    caches = list(caches)
-    check_caches(caches)
-    check_indices("blocks", blocks)
+    caches = as_caches(caches)
+    blocks = _block_numbers("blocks", blocks, caches)
     options = MoveOptions(interpret, detect_races)
-    module = _module(impl, caches, blocks, options)
-    staged: Array = module.read(caches, blocks, options=options)
+    read = _function("read", impl, caches, blocks, options)
+    if not len(blocks):
+        return jnp.zeros((0, len(caches), *caches[0].shape[1:]), caches[0].dtype)
+    staged: Array = read(caches, blocks, options=options)
     return staged
 
 
+@default_numerics()
 def write_blocks(
-    caches: Sequence[Array],
-    staged: Array,
-    blocks: Array,
+    caches: Sequence[ArrayLike],
+    staged: ArrayLike,
+    blocks: ArrayLike,
     *,
     impl: str = "auto",
     interpret: bool = False,
@@ -88,9 +98,9 @@ def write_blocks(
 
     Blocks are distinct except the null block. Returns the caches.
     """
-    caches = list(caches)
-    check_caches(caches)
-    check_indices("blocks", blocks)
+    caches = as_caches(caches)
+    blocks = _block_numbers("blocks", blocks, caches)
+    staged = as_array("staged", staged, "[N, L, Hk, S, D]")
     expected = (len(blocks), len(caches), *caches[0].shape[1:])
     if staged.shape != expected or staged.dtype != caches[0].dtype:
         raise ValueError(
@@ -98,11 +108,20 @@ def write_blocks(
             f"{len(caches)} caches, got {staged.dtype}{staged.shape}"
         )
     options = MoveOptions(interpret, detect_races)
-    module = _module(impl, caches, blocks, options)
-    written: list[Array] = module.write(caches, staged, blocks, options=options)
+    write = _function("write", impl, caches, blocks, options)
+    if not len(blocks):
+        return caches
+    written: list[Array] = write(caches, staged, blocks, options=options)
     return written
 
 
-def _module(impl: str, caches: list[Array], blocks: Array, options: MoveOptions) -> ModuleType:
+def _block_numbers(name: str, numbers: ArrayLike, caches: list[Array]) -> Array:
+    P = len(caches[0])
+    return as_numbers(name, numbers, P, f"the caches have {P} blocks")
+
+
+def _function(
+    function: str, impl: str, caches: list[Array], blocks: Array, options: MoveOptions
+) -> Callable[..., Any]:
     name = resolve_move(IMPLEMENTATIONS, impl, MoveCall.of(caches, blocks, options))
-    return IMPLEMENTATIONS.module(name)
+    return IMPLEMENTATIONS.function(name, function)

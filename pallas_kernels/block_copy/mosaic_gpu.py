@@ -13,7 +13,8 @@ from jax import Array, lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.mosaic import interpreter, load, refusal, row_layout, store
+from pallas_kernels.derivatives import without_derivatives
+from pallas_kernels.mosaic import MOSAIC_GPU, interpreter, load, refusal, row_layout, store
 from pallas_kernels.moves import NULL_BLOCK, MoveOptions
 
 __all__ = ["copy", "read", "refusal", "write"]
@@ -34,6 +35,7 @@ class Program(NamedTuple):
 
 def copy(caches: Caches, sources: Array, targets: Array, *, options: MoveOptions) -> Caches:
     """Block targets[n] of each cache holds what sources[n] holds; both i32[N]."""
+    caches = list(without_derivatives(MOSAIC_GPU, *caches))
 
     def body(program: Program, sources_ref: Any, targets_ref: Any, *cache_refs: Any) -> None:
         cache, n, rows, move = program
@@ -53,6 +55,7 @@ def copy(caches: Caches, sources: Array, targets: Array, *, options: MoveOptions
 
 def read(caches: Caches, blocks: Array, *, options: MoveOptions) -> Array:
     """Blocks i32[N] of L caches -> [N, L, Hk, S, D]."""
+    caches = list(without_derivatives(MOSAIC_GPU, *caches))
 
     def body(program: Program, blocks_ref: Any, *refs: Any) -> None:
         cache, n, rows, move = program
@@ -73,6 +76,7 @@ def read(caches: Caches, blocks: Array, *, options: MoveOptions) -> Array:
 
 def write(caches: Caches, staged: Array, blocks: Array, *, options: MoveOptions) -> Caches:
     """Blocks i32[N] of L caches hold staged [N, L, Hk, S, D] afterwards."""
+    staged, *caches = without_derivatives(MOSAIC_GPU, staged, *caches)
 
     def body(program: Program, blocks_ref: Any, staged_ref: Any, *cache_refs: Any) -> None:
         cache, n, rows, move = program

@@ -7,8 +7,11 @@ To add one, write a file with a `write` of `reference`'s signature and name it i
 
 import jax.numpy as jnp
 from jax import Array
+from jax.typing import ArrayLike
 
-from pallas_kernels.moves import MoveCall, MoveOptions, check_caches, check_indices, resolve_move
+from pallas_kernels.arguments import as_array
+from pallas_kernels.moves import MoveCall, MoveOptions, as_caches, as_numbers, resolve_move
+from pallas_kernels.numerics import default_numerics
 from pallas_kernels.registry import Registry
 
 IMPLEMENTATIONS = Registry(
@@ -21,12 +24,13 @@ IMPLEMENTATIONS = Registry(
 )
 
 
+@default_numerics()
 def write_kv(
-    k_cache: Array,
-    v_cache: Array,
-    k: Array,
-    v: Array,
-    slots: Array,
+    k_cache: ArrayLike,
+    v_cache: ArrayLike,
+    k: ArrayLike,
+    v: ArrayLike,
+    slots: ArrayLike,
     *,
     impl: str = "auto",
     interpret: bool = False,
@@ -39,14 +43,15 @@ def write_kv(
     distinct except in the null block, where padded tokens go and which may hold anything
     afterwards. Donated caches are updated in place.
 
-    Returns the caches. ValueError for shapes that do not fit, `Unsupported` for what `impl`
+    Arrays are whatever `jnp.asarray` takes, slots of any integer type; without any, nothing is
+    written. Returns the caches. ValueError for what does not fit, `Unsupported` for what `impl`
     refuses.
     """
-    caches = [k_cache, v_cache]
-    check_caches(caches)
-    check_indices("slots", slots)
-    _, Hk, _, cache_D = k_cache.shape
-    if k.shape != v.shape or k.ndim != 3 or k.shape[:2] != (len(slots), Hk):
+    k_cache, v_cache = caches = as_caches([k_cache, v_cache])
+    P, Hk, S, cache_D = k_cache.shape
+    k, v = as_array("k", k, "[N, Hk, D]"), as_array("v", v, "[N, Hk, D]")
+    slots = as_numbers("slots", slots, P * S, f"the caches have {P} blocks of {S} slots")
+    if k.shape != v.shape or k.shape[:2] != (len(slots), Hk):
         raise ValueError(
             f"k and v must be [{len(slots)}, {Hk}, D] for {len(slots)} slots and {Hk} KV heads, "
             f"got {k.shape} and {v.shape}"
@@ -59,7 +64,9 @@ def write_kv(
 
     options = MoveOptions(interpret, detect_races)
     name = resolve_move(IMPLEMENTATIONS, impl, MoveCall.of(caches, slots, options))
-    written: tuple[Array, Array] = IMPLEMENTATIONS.module(name).write(
+    if not len(slots):
+        return k_cache, v_cache
+    written: tuple[Array, Array] = IMPLEMENTATIONS.function(name, "write")(
         k_cache, v_cache, widened(k), widened(v), slots, options=options
     )
     return written

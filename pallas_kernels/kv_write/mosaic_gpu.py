@@ -12,7 +12,8 @@ from jax import Array, lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.mosaic import interpreter, load, refusal, row_layout, store
+from pallas_kernels.derivatives import without_derivatives
+from pallas_kernels.mosaic import MOSAIC_GPU, interpreter, load, refusal, row_layout, store
 from pallas_kernels.moves import NULL_BLOCK, MoveOptions
 
 __all__ = ["refusal", "write"]
@@ -28,6 +29,7 @@ def write(
     options: MoveOptions,
 ) -> tuple[Array, Array]:
     """Token n stands in slot slots[n] afterwards."""
+    k_cache, v_cache, k, v = without_derivatives(MOSAIC_GPU, k_cache, v_cache, k, v)
     N, Hk, D = k.shape
     block_size = k_cache.shape[2]
     layout = row_layout(Hk, D, k.dtype)

@@ -12,9 +12,18 @@ from typing import NamedTuple
 
 import jax.numpy as jnp
 from jax import Array
+from jax.typing import ArrayLike
 
 from pallas_kernels import targets
-from pallas_kernels.paged_attention.spec import AttentionOptions, AttentionResult, Call, check_call
+from pallas_kernels.arguments import as_array, as_indices
+from pallas_kernels.numerics import default_numerics
+from pallas_kernels.paged_attention.spec import (
+    AttentionOptions,
+    AttentionResult,
+    Call,
+    as_call,
+    nothing_seen,
+)
 from pallas_kernels.registry import Registry, Unsupported
 
 Attend = Callable[..., AttentionResult]
@@ -101,13 +110,14 @@ def cache_head_size(impl: str, head_size: int) -> int:
     return head_size if widen is None else widen(head_size)
 
 
+@default_numerics()
 def paged_prefill_attention(
-    q: Array,
-    k_cache: Array,
-    v_cache: Array,
-    block_tables: Array,
-    context_lens: Array,
-    query_starts: Array,
+    q: ArrayLike,
+    k_cache: ArrayLike,
+    v_cache: ArrayLike,
+    block_tables: ArrayLike,
+    context_lens: ArrayLike,
+    query_starts: ArrayLike,
     *,
     scale: float,
     soft_cap: float | None = None,
@@ -126,27 +136,35 @@ def paged_prefill_attention(
     The caches may be wider than q (`cache_head_size`): zero in the lanes beyond its head size.
 
     Table entries beyond the context may hold anything and are never followed; unused slots may
-    hold NaN. Softmax statistics are float32. `AttentionOptions` has the options. ValueError for
-    shapes that do not fit, `Unsupported` for what `impl` refuses.
+    hold NaN. Softmax statistics are float32. `AttentionOptions` has the options.
+
+    Arrays are whatever `jnp.asarray` takes, indices of any integer type. Without rows, queries or
+    table entries the result is that of queries that see nothing. `reference`, `xla` and
+    `gather_sdpa` have derivatives. ValueError for what does not fit, `Unsupported` for what `impl`
+    refuses.
     """
-    check_call(q, k_cache, v_cache, block_tables, context_lens, query_starts)
+    q, *others = as_call(q, k_cache, v_cache, block_tables, context_lens, query_starts)
     options = AttentionOptions(scale, soft_cap, sliding_window, interpret, detect_races, tuning)
     B, T, Hq, D = q.shape
-    P, Hk, S, cache_D = k_cache.shape
-    M = block_tables.shape[1]
-    name = resolve(impl, Call(B, T, Hq, Hk, cache_D, S, P, M, q.dtype, options, targets.current()))
-    attend: Attend = IMPLEMENTATIONS.module(name).attend
+    P, Hk, S, cache_D = others[0].shape
+    M = others[2].shape[1]
+    sizes = (max(B, 1), max(T, 1), Hq, Hk, cache_D, S, P, max(M, 1))  # an empty call is like others
+    name = resolve(impl, Call(*sizes, q.dtype, options, targets.current()))
+    if 0 in (B, T, M):
+        return nothing_seen(q)
+    attend: Attend = IMPLEMENTATIONS.function(name, "attend")
     q = jnp.pad(q, ((0, 0), (0, 0), (0, 0), (0, cache_D - D)))
-    result = attend(q, k_cache, v_cache, block_tables, context_lens, query_starts, options=options)
+    result = attend(q, *others, options=options)
     return result._replace(out=result.out[..., :D])
 
 
+@default_numerics()
 def paged_attention(
-    q: Array,
-    k_cache: Array,
-    v_cache: Array,
-    block_tables: Array,
-    context_lens: Array,
+    q: ArrayLike,
+    k_cache: ArrayLike,
+    v_cache: ArrayLike,
+    block_tables: ArrayLike,
+    context_lens: ArrayLike,
     *,
     scale: float,
     soft_cap: float | None = None,
@@ -165,8 +183,8 @@ def paged_attention(
     Returns `[B, Hq, D]`; with `return_residuals` also the largest score and the log-sum-exp of
     the scores, both `f32[B, Hq]`.
     """
-    if q.ndim != 3:
-        raise ValueError(f"q must have 3 axes [B, Hq, D], got shape {q.shape}")
+    q = as_array("q", q, "[B, Hq, D]")
+    context_lens = as_indices("context_lens", context_lens, "[B]")
     inputs = (q[:, None], k_cache, v_cache, block_tables, context_lens, context_lens - 1)
     result = paged_prefill_attention(
         *inputs,

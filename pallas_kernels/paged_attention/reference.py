@@ -38,7 +38,8 @@ def attend(
     blocks = jnp.where(jnp.arange(M) * S < context_lens[:, None], block_tables, 0)
     k = jnp.moveaxis(k_cache[blocks], 2, 1).reshape(B, Hk, M * S, D).astype(jnp.float32)
     v = jnp.moveaxis(v_cache[blocks], 2, 1).reshape(B, Hk, M * S, D).astype(jnp.float32)
-    v = jnp.where(written[:, None, :, None], v, 0)  # unused slots may hold NaN, and 0 * NaN is NaN
+    # Unused slots may hold NaN, and 0 * NaN is NaN; of keys this matters to derivatives alone.
+    k, v = (jnp.where(written[:, None, :, None], x, 0) for x in (k, v))
 
     grouped = q.reshape(B, T, Hk, Hq // Hk, D).astype(jnp.float32)
     scores = jnp.einsum("bthgd,bhsd->bthgs", grouped, k) * options.scale
@@ -49,9 +50,10 @@ def attend(
     top = jnp.max(scores, axis=-1)  # [B, T, Hk, G]
     weights = jnp.exp(scores - jnp.where(jnp.isneginf(top), 0, top)[..., None])
     total = jnp.sum(weights, axis=-1)
-    out = jnp.einsum("bthgs,bhsd->bthgd", weights, v) / jnp.where(total > 0, total, 1)[..., None]
+    positive = jnp.where(total > 0, total, 1)
+    out = jnp.einsum("bthgs,bhsd->bthgd", weights, v) / positive[..., None]
     return AttentionResult(
         out=out.reshape(q.shape).astype(q.dtype),
         max=top.reshape(B, T, Hq),
-        lse=(top + jnp.log(total)).reshape(B, T, Hq),
+        lse=(top + jnp.log(positive)).reshape(B, T, Hq),
     )

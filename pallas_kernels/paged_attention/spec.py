@@ -1,14 +1,19 @@
 """A call of paged attention: its options, its shapes and their checks, its result."""
 
-import math
 from collections.abc import Hashable
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import jax.numpy as jnp
+import numpy as np
 from jax import Array
+from jax.typing import ArrayLike
 
+from pallas_kernels.arguments import as_array, as_indices, as_static, check_range
 from pallas_kernels.targets import Target
+
+LARGEST = float(jnp.finfo(jnp.float32).max)
+MAX_WINDOW = 2**30  # so that positions less a window are int32
 
 
 @dataclass(frozen=True)
@@ -32,12 +37,22 @@ class AttentionOptions:
     tuning: Hashable | None = None
 
     def __post_init__(self) -> None:
-        if not math.isfinite(self.scale):
-            raise ValueError(f"scale must be finite, got {self.scale}")
-        if self.soft_cap is not None and not self.soft_cap > 0:
-            raise ValueError(f"soft_cap must be None or positive, got {self.soft_cap}")
-        if self.sliding_window is not None and self.sliding_window < 1:
-            raise ValueError(f"sliding_window must be None or >= 1, got {self.sliding_window}")
+        as_static(self, "scale", float, "multiply q by it and give scale=1")
+        as_static(self, "soft_cap", float)
+        as_static(self, "sliding_window", int)
+        as_static(self, "interpret", bool)
+        as_static(self, "detect_races", bool)
+        scale, soft_cap, window = self.scale, self.soft_cap, self.sliding_window
+        if scale is None or not abs(scale) <= LARGEST:
+            raise ValueError(f"scale must be a finite float32, got {scale}")
+        if soft_cap is not None and not 0 < soft_cap <= LARGEST:
+            raise ValueError(f"soft_cap must be None or a positive float32, got {soft_cap}")
+        if window is not None and not 1 <= window <= MAX_WINDOW:
+            raise ValueError(
+                f"sliding_window must be None (all tokens) or 1 to {MAX_WINDOW}, got {window}"
+            )
+        if self.detect_races and not self.interpret:
+            raise ValueError("detect_races=True needs interpret=True: the interpreter finds races")
 
 
 @dataclass(frozen=True)
@@ -71,45 +86,84 @@ class AttentionResult(NamedTuple):
     lse: Array  # f32[B, T, Hq], log of the sum of exp(score)
 
 
-def check_call(
-    q: Array,
-    k_cache: Array,
-    v_cache: Array,
-    block_tables: Array,
-    context_lens: Array,
-    query_starts: Array,
-) -> None:
-    """Raise ValueError for shapes or dtypes that no implementation takes.
+def nothing_seen(q: Array) -> AttentionResult:
+    """The result of queries `[B, T, Hq, D]` that see no key."""
+    nothing = jnp.full(q.shape[:3], -jnp.inf, jnp.float32)
+    return AttentionResult(jnp.zeros_like(q), nothing, nothing)
+
+
+def as_call(
+    q: ArrayLike,
+    k_cache: ArrayLike,
+    v_cache: ArrayLike,
+    block_tables: ArrayLike,
+    context_lens: ArrayLike,
+    query_starts: ArrayLike,
+) -> tuple[Array, ...]:
+    """The arrays of a call, as implementations take them.
 
     q `[B, T, Hq, D]`, caches `[P, Hk, S, D or wider]`, block_tables `i32[B, M]`, context_lens
-    and query_starts `i32[B]`.
+    and query_starts `i32[B]`. ValueError for what no implementation takes, and for contexts and
+    table entries out of range where the host knows them.
     """
-    shapes = {
-        "q": (q, 4),
-        "k_cache": (k_cache, 4),
-        "v_cache": (v_cache, 4),
-        "block_tables": (block_tables, 2),
-        "context_lens": (context_lens, 1),
-        "query_starts": (query_starts, 1),
-    }
-    for name, (array, rank) in shapes.items():
-        if array.ndim != rank:
-            raise ValueError(f"{name} must have {rank} axes, got shape {array.shape}")
-    for name in ("block_tables", "context_lens", "query_starts"):
-        if shapes[name][0].dtype != jnp.int32:
-            raise ValueError(f"{name} must be int32, got {shapes[name][0].dtype}")
-    if k_cache.shape != v_cache.shape:
-        raise ValueError(f"k_cache {k_cache.shape} and v_cache {v_cache.shape} differ in shape")
-    if not q.dtype == k_cache.dtype == v_cache.dtype:
+    q = as_array("q", q, "[B, T, Hq, D]")
+    k_cache = as_array("k_cache", k_cache, "[P, Hk, S, D]")
+    v_cache = as_array("v_cache", v_cache, "[P, Hk, S, D]")
+    check_floats(q, k_cache=k_cache, v_cache=v_cache)
+    if k_cache.shape[3] < q.shape[3]:
+        raise ValueError(f"q has head size {q.shape[3]}, the cache only {k_cache.shape[3]}")
+    tables = as_indices("block_tables", block_tables, "[B, M]")
+    B = len(q)
+    P, _, S, _ = k_cache.shape
+    M = tables.shape[1]
+    if not P:
+        raise ValueError(f"k_cache has no blocks, its shape is {k_cache.shape}")
+    if len(tables) != B:
+        raise ValueError(f"block_tables has {len(tables)} rows, q has {B}")
+    lens, starts = as_rows(B, M * S, context_lens, query_starts)
+    if isinstance(lens, np.ndarray):
+        used = np.arange(M) * S < lens[:, None]
+        check_range("block_tables", tables, P, f"the caches have {P} blocks", where=used)
+    return q, k_cache, v_cache, *map(jnp.asarray, (tables, lens, starts))
+
+
+def as_rows(
+    B: int, tokens: int, context_lens: ArrayLike, query_starts: ArrayLike
+) -> list[Array | np.ndarray]:
+    """context_lens and query_starts as `i32[B]`, of rows with room for so many tokens.
+
+    ValueError for others, and for values out of range where the host knows them.
+    """
+    rows: list[Array | np.ndarray] = []
+    padding = -(2**31)  # rows of padding may begin before position 0
+    for name, x, least in (
+        ("context_lens", context_lens, 0),
+        ("query_starts", query_starts, padding),
+    ):
+        indices = as_indices(name, x, "[B]")
+        if len(indices) != B:
+            raise ValueError(f"{name} has {len(indices)} rows, q has {B}")
+        room = f"a row has room for {tokens} tokens"
+        check_range(name, indices, tokens + 1, room, least=least)
+        rows.append(indices)
+    return rows
+
+
+def check_floats(q: Array, **caches: Array) -> None:
+    """ValueError unless queries fit keys and values: their dtypes, shapes and heads.
+
+    q `[B, T, Hq, D]`; caches: keys and values by their names in the call, `[*, Hk, *, D]`.
+    """
+    (k_name, k), (v_name, v) = caches.items()
+    if k.shape != v.shape:
+        raise ValueError(f"{k_name} {k.shape} and {v_name} {v.shape} differ in shape")
+    if not q.dtype == k.dtype == v.dtype:
         raise ValueError(
-            f"q, k_cache and v_cache differ in dtype: {q.dtype}, {k_cache.dtype}, {v_cache.dtype}"
+            f"q, {k_name} and {v_name} differ in dtype: {q.dtype}, {k.dtype}, {v.dtype}"
         )
-    B, _, Hq, D = q.shape
-    _, Hk, _, cache_head_size = k_cache.shape
-    if cache_head_size < D:
-        raise ValueError(f"q has head size {D}, the cache only {cache_head_size}")
-    if Hq % Hk:
-        raise ValueError(f"{Hq} query heads are not a multiple of {Hk} KV heads")
-    for name in ("block_tables", "context_lens", "query_starts"):
-        if shapes[name][0].shape[0] != B:
-            raise ValueError(f"{name} has {shapes[name][0].shape[0]} rows, q has {B}")
+    if not jnp.issubdtype(q.dtype, jnp.floating):
+        raise ValueError(f"q, {k_name} and {v_name} must be floating point, got {q.dtype}")
+    if 0 in k.shape[1:] or 0 in q.shape[2:]:
+        raise ValueError(f"no heads, tokens or lanes to attend to: q {q.shape}, {k_name} {k.shape}")
+    if q.shape[2] % k.shape[1]:
+        raise ValueError(f"{q.shape[2]} query heads are not a multiple of {k.shape[1]} KV heads")

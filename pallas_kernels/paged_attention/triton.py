@@ -18,6 +18,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jax.experimental import pallas as pl
 
+from pallas_kernels.derivatives import without_derivatives
 from pallas_kernels.paged_attention.spec import AttentionOptions, AttentionResult, Call
 from pallas_kernels.paged_attention.splits import LOWEST, combine_splits
 from pallas_kernels.registry import Unsupported
@@ -111,6 +112,7 @@ def attend(
     options: AttentionOptions,
 ) -> AttentionResult:
     """Query t of row b, at position query_starts[b] + t, sees what stands at or before it."""
+    q, k_cache, v_cache = without_derivatives("a Pallas Triton kernel", q, k_cache, v_cache)
     B, T, Hq, D = q.shape
     P, Hk, S, _ = k_cache.shape
     M = block_tables.shape[1]

@@ -10,10 +10,14 @@ A chunk holds the same tokens whatever the block size (any that divides 128), so
 the same order and results do not depend on it.
 """
 
+from functools import partial
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
+from pallas_kernels.paged_attention import reference
 from pallas_kernels.paged_attention.spec import AttentionOptions, AttentionResult, Call
 from pallas_kernels.paged_attention.splits import LOWEST
 
@@ -41,6 +45,20 @@ def attend(
     options: AttentionOptions,
 ) -> AttentionResult:
     """Query t of row b, at position query_starts[b] + t, sees what stands at or before it."""
+    arrays = (q, k_cache, v_cache, block_tables, context_lens, query_starts)
+    return _attend(options, *arrays)
+
+
+@partial(jax.custom_jvp, nondiff_argnums=(0,))
+def _attend(
+    options: AttentionOptions,
+    q: Array,
+    k_cache: Array,
+    v_cache: Array,
+    block_tables: Array,
+    context_lens: Array,
+    query_starts: Array,
+) -> AttentionResult:
     B, T, Hq, D = q.shape
     P, Hk, S, _ = k_cache.shape
     G = Hq // Hk
@@ -52,6 +70,8 @@ def attend(
     # not far fewer than there are rows.
     C = max(min(tile, max(4, B)), B // 4)
 
+    # A wrong context does not make the loop endless.
+    context_lens = jnp.minimum(context_lens, block_tables.shape[1] * S)
     first_chunk = jnp.zeros_like(context_lens)
     if options.sliding_window is not None:
         first_chunk = jnp.maximum(query_starts + 1 - options.sliding_window, 0) // chunk
@@ -112,9 +132,9 @@ def attend(
     num_turns = -(-ends[-1] // C)
     start = (
         jnp.int32(0),
-        jnp.full((B, Hk, T * G), LOWEST),
-        jnp.zeros((B, Hk, T * G)),
-        jnp.zeros((B, Hk, T * G, D)),
+        jnp.full((B, Hk, T * G), LOWEST, jnp.float32),
+        jnp.zeros((B, Hk, T * G), jnp.float32),
+        jnp.zeros((B, Hk, T * G, D), jnp.float32),
     )
     _, top, total, out = lax.while_loop(lambda state: state[0] < num_turns, turn, start)
 
@@ -128,3 +148,14 @@ def attend(
         max=ungrouped(jnp.where(empty, -jnp.inf, top)),
         lse=ungrouped(jnp.where(empty, -jnp.inf, top + jnp.log(total))),
     )
+
+
+@_attend.defjvp
+def _derivatives(options: AttentionOptions, primals: Any, tangents: Any) -> Any:
+    """Those of `reference`, which has no loop of unknown length that could not be reversed."""
+    rows = primals[3:]
+
+    def plain(q: Array, k_cache: Array, v_cache: Array) -> AttentionResult:
+        return reference.attend(q, k_cache, v_cache, *rows, options=options)
+
+    return _attend(options, *primals), jax.jvp(plain, primals[:3], tangents[:3])[1]

@@ -145,11 +145,11 @@ class Job:
             _logprobs(self.views[seq.seq_id]) if seq.request.params.wants_candidates else None
             for seq in self.sampled
         ]
-        failed = [
-            index
+        failed = {
+            index: "not finite"
             for index, seq in enumerate(self.sampled)
             if (seq.request.seed, len(self.views[seq.seq_id])) in device.bad_tokens
-        ]
+        }
         tokens = [self.tokens[seq.seq_id] for seq in self.sampled]
         return StepResult(tokens, logprobs, self.end_s - self.start_s, failed=failed)
 

@@ -31,7 +31,6 @@ BAD_PROMPTS = {
     "message without content": ([{"role": "user"}], "chat template"),
     "message without role": ([{"content": "hello"}], "a prompt is text"),
     "as long as the model": ([1] * 512, "512 tokens leaves no room.*max_model_len 512"),
-    "with max_tokens too long": ([1] * 501, "make 513, beyond max_model_len 512.*at most 11"),
 }
 
 
@@ -53,11 +52,30 @@ def test_a_bad_prompt_is_refused_and_the_others_go_on(engine, prompt, message):
     [
         (SamplingParams(stop_token_ids=[300]), "stop token 300 is outside the vocabulary of 259"),
         (
-            SamplingParams(stop_token_ids=range(16), min_tokens=1),
-            "min_tokens with 17 end tokens.*at most 16",
+            SamplingParams(
+                stop_token_ids=range(256), min_tokens=1, logit_bias=dict.fromkeys(range(256), 1.0)
+            ),
+            "256 tokens in logit_bias and 257 end tokens .* are more than 512",
         ),
-        ({"temperature": 0}, "SamplingParams.*temperature"),
-        ("greedy", "SamplingParams.*greedy"),
+        ({"temprature": 0}, "unknown key of params 'temprature'; did you mean 'temperature'"),
+        ("greedy", "params must be SamplingParams or a dict of its fields, got 'greedy'"),
+        (SamplingParams(allowed_token_ids=[259]), "allowed token 259 is outside the vocabulary of"),
+        (
+            SamplingParams(logit_bias={"999": 1}),
+            "logit_bias of token 999 is outside the vocabulary",
+        ),
+        (
+            SamplingParams(structured_outputs={"regex": "("}),
+            "structured_outputs: .* unclosed group",
+        ),
+        (
+            SamplingParams(structured_outputs={"regex": "a"}, ignore_eos=True),
+            "needs a token that ends the text, and ignore_eos is set",
+        ),
+        (
+            SamplingParams(truncate_prompt_tokens=-1, max_tokens=512),
+            "-1: max_tokens 512 leaves no room for a prompt within max_model_len 512",
+        ),
     ],
     ids=str,
 )

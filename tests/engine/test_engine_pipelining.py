@@ -51,10 +51,6 @@ def assert_same(outputs, wanted) -> None:
         np.testing.assert_allclose(logprobs(output), logprobs(want), rtol=1e-3, atol=1e-4)
 
 
-def without_history(requests):
-    return [(prompt, params) for prompt, params in requests if not params.needs_history]
-
-
 @pytest.mark.parametrize(
     "limits",
     [
@@ -64,7 +60,7 @@ def without_history(requests):
     ids=["recompute", "swap"],
 )
 def test_mixed_requests_come_out_the_same(pair, limits):
-    """Of every kind, those whose tokens the host needs included; prompts find each other's."""
+    """Of every kind, beams, whose tokens the host needs, included; prompts find each other's."""
     plain, pipelined = pair(**limits)
     requests = mixed_requests()[:16]
     requests[1] = (requests[0][0], SamplingParams(temperature=0, prompt_logprobs=2, max_tokens=9))
@@ -78,7 +74,7 @@ def test_mixed_requests_come_out_the_same(pair, limits):
 
 def test_most_iterations_are_planned_ahead(pair):
     plain, pipelined = pair()
-    requests = without_history(mixed_requests()[:20])
+    requests = mixed_requests()[:20]
     wanted, _ = serve(plain, requests)
     outputs, stats = serve(pipelined, requests)
     assert_same(outputs, wanted)
@@ -125,7 +121,7 @@ def test_nothing_is_compiled_after_the_warm_up(tiny_model):
 
 def test_times_say_where_the_time_went(pair):
     _, engine = pair()
-    requests = without_history(mixed_requests()[:20])
+    requests = mixed_requests()[:20]
     serve(engine, requests)  # everything is compiled
     start = time.perf_counter()
     _, stats = serve(engine, requests)

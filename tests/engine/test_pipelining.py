@@ -7,6 +7,7 @@ import pytest
 
 from paged_jax.engine.core import EngineCore
 from paged_jax.observability.observer import Iteration, IterationStats
+from tests.engine.constraints import EvenTokens
 from tests.engine.queued_device import Clock, QueuedDevice
 from tests.scheduling.fakes import EOS, make_request, make_scheduler, outputs
 
@@ -172,21 +173,28 @@ def test_requests_that_wait_are_admitted_while_others_decode():
     assert sum(each.num_prefill_tokens for each in run.stats) == 33
 
 
-NEED_THE_TOKENS = {
-    "penalties": {"repetition_penalty": 1.5},
-    "min_tokens": {"min_tokens": 5, "temperature": 0},
-    "beams": {"beam_width": 2},
-}
-
-
-@pytest.mark.parametrize("kind", NEED_THE_TOKENS)
+@pytest.mark.parametrize("kind", ["beams", "constraint"])
 def test_plans_that_depend_on_the_tokens_wait_for_them(kind):
     run = Run()
     run.add("plain", 5, max_tokens=30, ignore_eos=True)
-    run.add("other", 5, seed=1, max_tokens=10, ignore_eos=True, **NEED_THE_TOKENS[kind])
+    params = {"beam_width": 2} if kind == "beams" else {}
+    other = run.add("other", 5, seed=1, max_tokens=10, ignore_eos=True, **params)
+    if kind == "constraint":
+        other.sequences[0].constraint = EvenTokens()
     run.finish()
     assert [each.is_ahead for each in run.stats[:10]] == [False] * 10
     assert all(each.is_ahead for each in run.stats[11:])
+
+
+@pytest.mark.parametrize(
+    "params", [{"repetition_penalty": 1.5}, {"min_tokens": 5}, {"logit_bias": {3: 1.0}}], ids=str
+)
+def test_plans_that_need_the_tokens_on_the_device_alone_do_not_wait(params):
+    run = Run()
+    run.add("plain", 5, max_tokens=30, ignore_eos=True)
+    run.add("other", 5, seed=1, max_tokens=10, ignore_eos=True, **params)
+    run.finish()
+    assert all(each.is_ahead for each in run.stats[1:])
 
 
 def test_preemption_waits_for_the_tokens():

@@ -280,3 +280,68 @@ def test_statistics_of_iterations_add_up(tiny_model):
     assert all(0 <= s.device_s <= s.wall_s for s in stats)
     assert all(s.usage.total == 64 * 16 for s in stats)
     assert stats[-1].num_running == stats[-1].num_waiting == 0
+
+
+def test_params_may_be_a_dict_alone_or_in_a_list(engine, text):
+    params = {"temperature": 0, "max_tokens": 12}
+    for given in (params, [params], (GREEDY,), iter([params])):
+        [output] = engine.generate([PROMPT], given, progress=False)
+        assert output.outputs[0].text == text
+    outputs = engine.generate([PROMPT] * 2, [params, GREEDY], progress=False)
+    assert [output.outputs[0].text for output in outputs] == [text] * 2
+    chat = [{"role": "user", "content": PROMPT}]
+    [by_dict], [by_params] = (engine.chat(chat, each, progress=False) for each in (params, GREEDY))
+    assert by_dict.outputs[0].text == by_params.outputs[0].text
+    *_, last = engine.stream(PROMPT, params)
+    assert last.outputs[0].text == text
+    engine.add_request("r", PROMPT, params)
+    assert run(engine)["r"].outputs[0].text == text
+
+
+@pytest.mark.parametrize("params", ["greedy", 5, [{"temprature": 0}], {"temprature": 0}], ids=str)
+def test_params_of_another_form_are_refused_before_anything_runs(engine, params):
+    with pytest.raises(ValueError, match=r"params must be SamplingParams|did you mean 'temperatur"):
+        engine.generate([PROMPT], params, progress=False)
+    assert not engine.has_work
+
+
+@pytest.mark.parametrize(
+    ("truncate", "max_tokens", "num_kept"),
+    [(5, 12, 5), (100, 12, 28), (1, 12, 1), (-1, 12, 28), (-1, 500, 12), (-1, None, 28)],
+)
+def test_the_last_tokens_of_a_prompt_are_kept(engine, truncate, max_tokens, num_kept):
+    """The model takes 512 tokens, prompt and output together."""
+    params = {"temperature": 0, "max_tokens": max_tokens, "ignore_eos": True}
+    [whole] = engine.generate(PROMPT[-num_kept:], params, progress=False)
+    [output] = engine.generate(
+        PROMPT, {**params, "truncate_prompt_tokens": truncate}, progress=False
+    )
+    assert output.prompt == PROMPT
+    assert bytes(output.prompt_token_ids).decode() == PROMPT[-num_kept:]
+    assert output.outputs[0].token_ids == whole.outputs[0].token_ids
+    fits = 512 - num_kept
+    assert len(whole.outputs[0].token_ids) == min(max_tokens or fits, fits)
+
+
+def test_a_prompt_that_is_too_long_is_served_once_it_is_truncated(engine):
+    long = PROMPT * 20
+    with pytest.raises(ValueError, match="560 tokens leaves no room"):
+        engine.generate(long, GREEDY, progress=False)
+    [output] = engine.generate(
+        long, {"temperature": 0, "max_tokens": 12, "truncate_prompt_tokens": -1}, progress=False
+    )
+    assert len(output.prompt_token_ids) == 500
+    assert output.outputs[0].finish_reason == "length"
+
+
+@pytest.mark.parametrize("kind", [{}, {"n": 2, "seed": 1}, {"beam_width": 2}], ids=str)
+@pytest.mark.parametrize("limits", [{}, {"pipelined": True}, {"memory_policy": "orca_oracle"}])
+def test_without_max_tokens_an_output_goes_to_the_end(engine_with, limits, kind):
+    engine = engine_with(**limits)
+    prompt = list(b"x" * 480)
+    params = {"max_tokens": None, "ignore_eos": True, **kind}
+    for given in (params, params | {"max_tokens": 10**6}):
+        [output] = engine.generate(prompt, given, progress=False)
+        assert {(len(out.token_ids), out.finish_reason) for out in output.outputs} == {
+            (32, "length")
+        }

@@ -7,7 +7,7 @@ import pytest
 from paged_jax import SamplingParams
 from paged_jax.executor import jax_executor
 from tests.conftest import assert_idle
-from tests.engine.device_faults import CALLS, TAKE_THE_CACHE, Faults
+from tests.engine.device_faults import CALLS, TAKE_THE_CACHE, DeviceFault, Faults
 from tests.engine.mixed_requests import TEXT, essence
 
 LETTERS = TEXT.encode()
@@ -92,6 +92,26 @@ def test_a_step_that_raises_once_changes_nothing(small, wanted, monkeypatch, nam
     assert len(outputs["scored"].prompt_logprobs) == len(REQUESTS["scored"][0])
     assert len(resets) == (when == "after" and name in TAKE_THE_CACHE)
     assert_idle(small)
+
+
+def test_a_later_chunk_that_always_loses_the_cache_ends_its_request(engine, monkeypatch):
+    """Its first chunk, which is computed again each time, is no progress."""
+    prefill, marked = jax_executor.prefill_step, 7
+
+    def faulty(params, cache, tokens, *rest, **static):
+        result = prefill(params, cache, tokens, *rest, **static)
+        if marked in tokens:
+            raise DeviceFault("a bad token")
+        return result
+
+    monkeypatch.setattr(jax_executor, "prefill_step", faulty)
+    engine.add_request("bad", [*LETTERS[:40], marked], greedy(4))
+    with pytest.warns(RuntimeWarning, match="a step has failed"):
+        outputs = finish(engine)
+    assert outputs["bad"].error == "its step failed twice: DeviceFault: a bad token"
+    [output] = engine.generate([list(LETTERS[:40])], greedy(4), progress=False)
+    assert output.error is None
+    assert_idle(engine)
 
 
 @pytest.mark.parametrize("when", ["before", "after"])

@@ -252,3 +252,60 @@ def test_text_of_broken_characters_is_that_of_the_tokenizer(engine):
         assert "\ufffd" in out.text
         assert out.text == engine.tokenizer.decode(out.token_ids, skip_special_tokens=True)
         assert (streamed.token_ids, streamed.text) == (out.token_ids, out.text)
+
+
+def test_a_stop_token_that_is_eos_as_well_is_eos(engine, ending):
+    params, _ = ending
+    plain, named = complete(engine, **params), complete(engine, **params, stop_token_ids=[EOS])
+    assert (named.text, named.token_ids) == (plain.text, plain.token_ids)
+    assert (named.finish_reason, named.stop_reason) == ("stop", None)
+    ignored = complete(engine, **params, stop_token_ids=[EOS], ignore_eos=True)
+    assert (ignored.text, ignored.stop_reason) == (plain.text, EOS)
+    shown = {"skip_special_tokens": False, "include_stop_str_in_output": True}
+    ignored = complete(engine, **params, stop_token_ids=[EOS], ignore_eos=True, **shown)
+    assert ignored.text == plain.text + "<|eos|>"
+
+
+@pytest.mark.parametrize("shown", [False, True])
+def test_beams_end_by_stop_tokens_and_eos_as_sequences_do(engine, shown):
+    """A stop token that is EOS as well is EOS: it has no stop reason, and is no text."""
+    common = {"temperature": 1.0, "beam_width": 4, "n": 4, "max_tokens": 24}
+    common["include_stop_str_in_output"] = shown
+    stops = {"stop_token_ids": [ord("e")]}
+    for params in (stops, stops | {"stop_token_ids": [ord("e"), EOS]}):
+        [output] = engine.generate(PROMPT, SamplingParams(**common, **params), progress=False)
+        ended = [out for out in output.outputs if out.finish_reason == "stop"]
+        assert ended
+        for out in ended:
+            last = out.token_ids[-1]
+            assert out.stop_reason == (None if last == EOS else last)
+            hidden = last != EOS and not shown
+            text = engine.tokenizer.decode(
+                out.token_ids[: -1 if hidden else None], skip_special_tokens=True
+            )
+            assert out.text == text
+
+
+def test_eos_named_as_a_stop_token_ends_beams_without_a_stop_reason(engine):
+    prompt = 'bject\noverriding "__or__()" or "__ror__()" special m'  # the end of a text it knows
+    params = {"beam_width": 2, "n": 2, "max_tokens": 40}
+    found = []
+    for stop in ((), (EOS,)):
+        [output] = engine.generate(
+            prompt, SamplingParams(**params, stop_token_ids=stop), progress=False
+        )
+        found.append([(out.token_ids, out.stop_reason, out.text) for out in output.outputs])
+    assert found[0] == found[1]
+    assert any(tokens[-1] == EOS for tokens, _, _ in found[0])
+    assert all(reason is None for _, reason, _ in found[0])
+
+
+@pytest.mark.parametrize("shown", [False, True])
+def test_a_stream_never_shows_what_a_stop_string_cuts(engine, plain, shown):
+    """While a text may yet turn out to end in a stop string, its end is held back."""
+    stop = {plain[18:26], plain[19:23] + "never"}
+    params = {"temperature": 0, "max_tokens": 40, "stop": stop, "include_stop_str_in_output": shown}
+    texts = [part.outputs[0].text for part in engine.stream(PROMPT, params)]
+    end = plain.index(plain[18:26]) + (8 if shown else 0)
+    assert texts[-1] == plain[:end] == complete(engine, **params).text
+    assert all(texts[-1].startswith(text) for text in texts)

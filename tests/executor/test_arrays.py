@@ -16,11 +16,20 @@ from paged_jax.executor.buckets import (
     prefill_buckets,
 )
 from paged_jax.executor.decode_rows import DecodeRows
+from paged_jax.executor.histories import Histories
 from paged_jax.executor.prefill_arrays import PrefillShape, prefill_arrays
-from paged_jax.executor.sampling_rows import sampling_batch, sampling_rows
+from paged_jax.executor.sampling_rows import SamplingArrays, sampling_rows
 from paged_jax.memory.block_manager import BlockManager
 from paged_jax.scheduling.batch import PrefillChunk
-from tests.scheduling.fakes import FakeExecutor, make_request, make_scheduler, never_ends, run_step
+from paged_jax.steps.logits import NO_SLOT
+from tests.scheduling.fakes import (
+    VOCAB_SIZE,
+    FakeExecutor,
+    make_request,
+    make_scheduler,
+    never_ends,
+    run_step,
+)
 
 MAX_SEQS, MAX_LEN, BLOCK_SIZE = 6, 64, 4
 
@@ -31,39 +40,56 @@ PARAMS = (
     {"repetition_penalty": 1.5},
     {"temperature": 0, "frequency_penalty": 0.5, "logprobs": 2},
     {"min_tokens": 4, "stop_token_ids": [7, 9]},
+    {"logit_bias": {3: 1.5, 4: -100.0}},
     {"min_p": 0.2, "logprobs": 0},
 )
 
 
-def assert_decode_arrays_are_fresh(arrays, seqs, memory) -> None:
-    """What `DecodeRows.update` gives equals what is built from nothing."""
+def assert_decode_arrays_are_fresh(arrays, seqs, memory, histories) -> None:
+    """What `DecodeRows.update` gives equals what is built from nothing.
+
+    Of the tokens that a row's sampling depends on, the newest is written by the step.
+    """
     tokens, positions, tables, lens, sampling = (jax.tree.map(np.asarray, x) for x in arrays)
     B = len(tokens)
     assert len(seqs) <= B <= MAX_SEQS
     wanted_tables = np.zeros((B, MAX_LEN // BLOCK_SIZE), np.int32)
-    history = np.zeros((B, MAX_LEN), np.int32)
     for row, seq in enumerate(seqs):
         table = memory.block_table(seq.seq_id)
         wanted_tables[row, : len(table)] = table
-        history[row, : seq.num_tokens] = seq.token_ids
     np.testing.assert_array_equal(tokens, padded([seq.token_ids[-1] for seq in seqs], B))
     np.testing.assert_array_equal(lens, padded([seq.num_tokens for seq in seqs], B))
     np.testing.assert_array_equal(positions, padded([seq.num_tokens - 1 for seq in seqs], B))
     np.testing.assert_array_equal(tables, wanted_tables)
     for array in (tokens, positions, tables, lens):
         assert array.dtype == np.int32
-    wanted = sampling_batch(sampling_rows(seqs, B), history)
-    for name, value in vars(wanted).items():
-        actual = getattr(sampling, name)
-        assert (actual.shape, actual.dtype) == (value.shape, value.dtype), name
-        if name != "history":
-            np.testing.assert_array_equal(actual, value, err_msg=name)
-    for row, seq in enumerate(seqs):
-        params = seq.request.params
-        if params.has_penalties or params.min_tokens:
-            np.testing.assert_array_equal(
-                sampling.history[row, : seq.num_tokens], seq.token_ids, err_msg="history"
-            )
+    slots = sampling.rules.slots
+    owners = [row for row, seq in enumerate(seqs) if seq.request.params.has_penalties]
+    assert np.flatnonzero(slots != NO_SLOT).tolist() == owners
+    assert len(set(slots[owners])) == len(owners)
+    for row in owners:
+        held = np.asarray(histories.array)[slots[row], : seqs[row].num_tokens - 1]
+        assert held.tolist() == seqs[row].token_ids[:-1]
+    wanted = SamplingArrays(VOCAB_SIZE).batch(sampling_rows(seqs, B), seqs, slots[: len(seqs)])
+    for (path, actual), value in zip(
+        jax.tree.leaves_with_path(sampling), jax.tree.leaves(wanted), strict=True
+    ):
+        assert (actual.shape, actual.dtype) == (value.shape, value.dtype), path
+        np.testing.assert_array_equal(actual, value, err_msg=str(path))
+
+
+def decode_rows(memory) -> tuple[DecodeRows, Histories]:
+    histories = Histories(MAX_SEQS, MAX_LEN, [MAX_SEQS])
+    arrays = SamplingArrays(VOCAB_SIZE)
+    rows = DecodeRows(memory, arrays, histories, max_num_seqs=MAX_SEQS, max_model_len=MAX_LEN)
+    return rows, histories
+
+
+def decode(histories: Histories, arrays) -> None:
+    """What a decode step does to the history."""
+    tokens, positions, _, _, sampling = arrays
+    slots = sampling.rules.slots
+    histories.array = histories.array.at[slots, positions].set(tokens, mode="drop")
 
 
 @pytest.mark.parametrize("seed", range(12))
@@ -77,7 +103,7 @@ def test_decode_rows_mirror_any_run_of_joins_ends_preemptions_and_aborts(seed):
         max_num_batched_tokens=rng.choice([6, 16, 64]),
         enable_prefix_caching=seed % 2 == 0,
     )
-    rows = DecodeRows(scheduler.memory, max_num_seqs=MAX_SEQS, max_model_len=MAX_LEN)
+    rows, histories = decode_rows(scheduler.memory)
     executor = FakeExecutor(scheduler.memory)
     names, num_checked = [], 0
     for i in range(150):
@@ -94,12 +120,20 @@ def test_decode_rows_mirror_any_run_of_joins_ends_preemptions_and_aborts(seed):
         batch = scheduler.schedule()
         if batch.decodes:
             arrays = rows.update(batch.decodes, tables_changed=bool(batch.copies))
-            assert_decode_arrays_are_fresh(arrays, batch.decodes, scheduler.memory)
+            assert_decode_arrays_are_fresh(arrays, batch.decodes, scheduler.memory, histories)
             num_checked += 1
         else:
             rows.forget()
         if rng.random() < 0.05:
             continue  # the step fails before it reaches the device
+        if firsts := list(batch.first_sampled()):
+            slots = histories.slots(firsts, beside=batch.decodes, anew=True)
+            for seq, slot in zip(firsts, slots, strict=True):
+                if seq.request.params.has_penalties:
+                    held = np.asarray(histories.array)[slot, : seq.num_tokens]
+                    assert held.tolist() == seq.token_ids
+        if batch.decodes:
+            decode(histories, arrays)
         tokens = executor.run(batch)
         if rng.random() < 0.05:
             continue  # its results never come
@@ -113,7 +147,7 @@ def test_decode_rows_mirror_any_run_of_joins_ends_preemptions_and_aborts(seed):
 def test_decode_rows_follow_blocks_that_copies_replace_and_needless_ones_put_back():
     scheduler = make_scheduler(block_size=BLOCK_SIZE, max_num_seqs=MAX_SEQS, max_model_len=MAX_LEN)
     memory, executor = scheduler.memory, FakeExecutor(scheduler.memory, never_ends)
-    rows = DecodeRows(memory, max_num_seqs=MAX_SEQS, max_model_len=MAX_LEN)
+    rows, histories = decode_rows(memory)
     request = make_request("a", 6, n=3, max_tokens=20)
     scheduler.add(request)
     run_step(scheduler, executor)
@@ -123,7 +157,7 @@ def test_decode_rows_follow_blocks_that_copies_replace_and_needless_ones_put_bac
     def update(batch) -> list[int]:
         """The second block of each row."""
         arrays = rows.update(batch.decodes, tables_changed=bool(batch.copies))
-        assert_decode_arrays_are_fresh(arrays, batch.decodes, memory)
+        assert_decode_arrays_are_fresh(arrays, batch.decodes, memory, histories)
         return arrays[2][: len(batch.decodes), 1].tolist()
 
     batch = scheduler.schedule()  # and this step fails before it copies anything

@@ -72,18 +72,20 @@ def test_a_prompt_whose_first_chunk_went_wrong_fails_when_it_is_complete(loop):
     long = loop.add("long", "a long prompt in two chunks")
     sampled, result = loop.step()
     assert sampled == ["short"]
-    assert result.failed == []
+    assert result.failed == {}
     loop.fill(long, np.nan)
     sampled, result = loop.step()
     assert sampled == ["short", "long"]
-    assert result.failed == [1], "an index into the iteration's tokens, decodes first"
+    assert result.failed == {1: "the logits of its output token 0 are not finite"}, (
+        "an index into the iteration's tokens, decodes first"
+    )
     assert short.num_output_tokens == 3
 
 
 def test_steps_that_work_fail_nobody(loop):
     loop.add("a", "some text", max_tokens=3)
     while loop.scheduler.has_work:
-        assert loop.step()[1].failed == []
+        assert loop.step()[1].failed == {}
     assert not loop.executor.cache_is_lost
 
 

@@ -24,7 +24,7 @@ def sampled(seqs, tokens) -> Sampled:
     padded = np.full(bucket_of(BUCKETS, len(seqs)), 99, np.int32)
     padded[: len(seqs)] = tokens
     nothing = jnp.zeros(0)
-    return Sampled(jax.device_put(padded), nothing, nothing, nothing, nothing)
+    return Sampled(jax.device_put(padded), *[nothing] * 5)
 
 
 @pytest.fixture(scope="module")

@@ -19,13 +19,18 @@ from experiments.paper.fig17_conversations import (
     Window,
     chat,
     draw_conversations,
-    read_conversations,
 )
 from paged_jax.memory.usage import MemoryUsage
 from paged_jax.sampling_params import SamplingParams
 from paged_jax.simulation.executor import Branching
 from paged_jax.simulation.run import SystemConfig
-from paged_jax.workloads import MooncakeRow, VocabRange, WorkloadRequest, mooncake_requests
+from paged_jax.workloads import (
+    MooncakeRow,
+    VocabRange,
+    WorkloadRequest,
+    mooncake_requests,
+    read_conversations,
+)
 
 SYSTEM = SystemConfig(
     num_slots=256, block_size=4, max_num_seqs=16, max_num_batched_tokens=64, max_model_len=64
@@ -193,7 +198,8 @@ def test_conversations_keep_prompts_that_were_answered(tmp_path, tiny_model):
         '{"from": "human", "value": "Why?"}, {"from": "gpt", "value": "Because."},'
         '{"from": "human", "value": "Oh"}]}, {"conversations": []}]'
     )
-    [exchanges] = conversations = read_conversations(path)
+    conversations, _ = read_conversations(path)
+    [exchanges] = conversations
     assert exchanges == [("Hi", "Hello"), ("Why?", "Because.")]
     limits = {"min_turns": 2, "max_turns": 5, "max_reply_tokens": 6, "seed": 0}
     [turns] = draw_conversations(conversations, tiny_model.tokenizer, 1, **limits)

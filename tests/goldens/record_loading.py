@@ -82,6 +82,11 @@ CHATS: list[list[dict[str, str]]] = [
 ROPE = {"head_dim": 64, "max_position_embeddings": 8192, "rope_theta": 10000.0}
 LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 2048}
+LONGROPE = {
+    "rope_type": "longrope",
+    "short_factor": [1 + i / 100 for i in range(32)],
+    "long_factor": [1 + i / 8 for i in range(32)],
+}
 ROPE_CONFIGS: dict[str, dict[str, Any]] = {
     "default": ROPE,
     "theta 500000, head_dim 128": ROPE | {"head_dim": 128, "rope_theta": 500000.0},
@@ -96,6 +101,15 @@ ROPE_CONFIGS: dict[str, dict[str, Any]] = {
     | {"rope_scaling": YARN | {"attention_factor": 1.3, "beta_fast": 24.0, "beta_slow": 2.0}},
     "yarn, transformers 5": {"head_dim": 96, "max_position_embeddings": 8192}
     | {"rope_parameters": YARN | {"rope_theta": 1e6}},
+    "longrope, long": ROPE | {"original_max_position_embeddings": 2048, "rope_scaling": LONGROPE},
+    "longrope, short": ROPE | {"rope_scaling": LONGROPE},
+    "longrope, factor": ROPE
+    | {"rope_scaling": LONGROPE | {"original_max_position_embeddings": 4096, "factor": 8.0}},
+    "longrope, attention factor": ROPE
+    | {
+        "rope_scaling": LONGROPE
+        | {"original_max_position_embeddings": 4096, "attention_factor": 1.3}
+    },
 }
 
 
@@ -118,8 +132,10 @@ def record(name: str, value: Any) -> None:
 
 
 def rope(options: dict[str, Any]) -> dict[str, Any]:
+    """What a sequence of the length that the config states sees."""
     config = transformers.LlamaConfig(**json.loads(json.dumps(options)))
     embedding = LlamaRotaryEmbedding(config)
+    embedding(torch.zeros(1), torch.tensor([[config.max_position_embeddings - 1]]))
     return {
         "config": options,
         "inv_freq": embedding.inv_freq.tolist(),

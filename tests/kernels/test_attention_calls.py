@@ -13,7 +13,8 @@ def wrong(name: str, replacement: np.ndarray) -> tuple[np.ndarray, ...]:
     case = make_case(np.random.default_rng(0), [3, 4], block_size=4, max_blocks=2)
     names = ("q", "k_cache", "v_cache", "block_tables", "context_lens", "query_starts")
     arguments = dict(zip(names, case, strict=True))
-    return tuple((arguments | {name: replacement}).values())
+    changed = ("k_cache", "v_cache") if name == "caches" else (name,)
+    return tuple((arguments | dict.fromkeys(changed, replacement)).values())
 
 
 @pytest.mark.parametrize(
@@ -27,10 +28,16 @@ def wrong(name: str, replacement: np.ndarray) -> tuple[np.ndarray, ...]:
         ("v_cache", np.zeros((7, 2, 8, 16), np.float32), r"\(7, 2, 4, 16\).*\(7, 2, 8, 16\)"),
         ("k_cache", np.zeros((7, 2, 4), np.float32), r"k_cache must have 4 axes.*\(7, 2, 4\)"),
         ("block_tables", np.zeros(2, np.int32), r"block_tables must have 2 axes.*\(2,\)"),
-        ("block_tables", np.zeros((2, 2), np.float32), "block_tables must be int32, got float32"),
+        (
+            "block_tables",
+            np.zeros((2, 2), np.float32),
+            "block_tables must be int.*got float32",
+        ),
         ("block_tables", np.zeros((1, 2), np.int32), "block_tables has 1 rows, q has 2"),
         ("context_lens", np.zeros(3, np.int32), "context_lens has 3 rows, q has 2"),
-        ("context_lens", np.zeros(2, np.int16), "context_lens must be int32, got int16"),
+        ("caches", np.zeros((0, 2, 4, 16), np.float32), r"no blocks, .*\(0, 2, 4, 16\)"),
+        ("context_lens", np.zeros(2, bool), "context_lens must be integers, got bool"),
+        ("q", np.zeros((2, 1, 0, 16), np.float32), r"no heads.*q \(2, 1, 0, 16\)"),
         ("query_starts", np.zeros((2, 1), np.int32), r"query_starts must have 1 axes.*\(2, 1\)"),
     ],
 )
@@ -47,11 +54,20 @@ def test_decode_refuses_queries_with_an_axis_too_many():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"scale": float("nan")}, "scale must be finite, got nan"),
-        ({"scale": float("inf")}, "scale must be finite, got inf"),
-        ({"soft_cap": 0.0}, "soft_cap must be None or positive, got 0.0"),
-        ({"soft_cap": float("nan")}, "soft_cap must be None or positive, got nan"),
-        ({"sliding_window": 0}, "sliding_window must be None or >= 1, got 0"),
+        ({"scale": float("nan")}, "scale must be a finite float32, got nan"),
+        ({"scale": float("inf")}, "scale must be a finite float32, got inf"),
+        ({"scale": 1e39}, r"scale must be a finite float32, got 1e\+39"),
+        ({"scale": None}, "scale must be a finite float32, got None"),
+        ({"scale": "1"}, "scale must be a number, got '1'"),
+        ({"scale": np.ones((2, 2))}, r"scale must be a number, got array\(.*\)$"),
+        ({"soft_cap": 0.0}, "soft_cap must be None or a positive float32, got 0.0"),
+        ({"soft_cap": float("nan")}, "soft_cap must be None or a positive float32, got nan"),
+        ({"soft_cap": float("inf")}, "soft_cap must be None or a positive float32, got inf"),
+        ({"sliding_window": 0}, r"sliding_window must be None \(all tokens\) or 1 to .*, got 0"),
+        ({"sliding_window": 2**31 - 1}, "sliding_window must be .* to 1073741824, got 2147483647"),
+        ({"sliding_window": 16.0}, "sliding_window must be an integer, got 16.0"),
+        ({"sliding_window": True}, "sliding_window must be an integer, got True"),
+        ({"detect_races": True}, "detect_races=True needs interpret=True"),
     ],
 )
 def test_options_that_mean_nothing_are_refused(options, message):

@@ -2,6 +2,7 @@
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 from pallas_kernels import targets
@@ -11,7 +12,9 @@ from pallas_kernels.paged_attention import (
     AttentionOptions,
     Call,
     Unsupported,
+    cache_head_size,
     choose,
+    paged_attention,
     paged_prefill_attention,
     resolve,
 )
@@ -134,6 +137,34 @@ def test_a_name_is_what_it_says_or_unknown():
     assert resolve("auto", call()) in IMPLEMENTATIONS
     with pytest.raises(ValueError, match=r"unknown attention 'flash'.*reference"):
         resolve("flash", call())
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        (
+            "Tritn",
+            r"unknown attention 'Tritn' \(did you mean 'triton'\?\); choose one of auto, ref",
+        ),
+        (".triton", r"unknown attention '.triton' \(did you mean 'triton'\?\)"),
+        (None, "attention must be an implementation's name, got None"),
+        (["xla"], r"attention must be an implementation's name, got \['xla'\]"),
+    ],
+)
+def test_what_names_no_implementation_is_refused_with_those_there_are(name, message):
+    with pytest.raises(ValueError, match=message):
+        resolve(name, call())
+
+
+def test_a_module_without_the_op_is_named():
+    q, cache, rows = np.ones((1, 1, 8)), np.ones((2, 1, 4, 8)), np.ones((1, 1), int)
+    with pytest.raises(ValueError, match=r"attention 'os.path' has no function 'attend'"):
+        paged_attention(q, cache, cache, rows, rows[0], scale=1, impl="os.path")
+
+
+def test_auto_is_the_name_of_no_implementation():
+    with pytest.raises(ValueError, match="attention 'auto' is no implementation"):
+        cache_head_size("auto", 80)
 
 
 @pytest.mark.parametrize("impl", ["auto", "reference", "xla", "gather_sdpa", "mosaic_gpu"])

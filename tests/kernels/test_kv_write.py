@@ -156,8 +156,9 @@ def test_without_a_gpu_the_kernel_refuses():
         ({1: shaped(3, 2, 4, 64)}, "caches differ"),
         ({2: shaped(2, 3, 64)}, r"k and v must be \[2, 2, D\] .* got \(2, 3, 64\)"),
         ({2: shaped(2, 2, 65), 3: shaped(2, 2, 65)}, "k has head size 65, the cache only 64"),
-        ({4: shaped(2, dtype="float32")}, r"slots must be int32\[N\] .* float32\(2,\)"),
-        ({4: shaped(0, dtype="int32")}, r"slots must be int32\[N\] .* int32\(0,\)"),
+        ({4: shaped(2, dtype="float32")}, r"slots must be integers, got float32\[2\]"),
+        ({4: shaped(0, dtype="int32")}, r"must be \[0, 2, D\] for 0 slots"),
+        ({0: shaped(0, 2, 8, 64)}, r"a cache holds no token, its shape is \(0, 2, 8, 64\)"),
     ],
     ids=str,
 )

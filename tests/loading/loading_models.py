@@ -72,12 +72,13 @@ def write_gguf(
     tensors: Tensors,
     quantization: gguf.GGMLQuantizationType = gguf.GGMLQuantizationType.F32,
     metadata: dict[str, Any] | None = None,
+    more_tensors: Tensors | None = None,
 ) -> Path:
     """The same model as llama.cpp would convert it; norms and biases stay float32."""
     config = ModelConfig.from_hf(hf)
     arch = hf["model_type"]
     writer = gguf.GGUFWriter(path, arch)
-    writer.add_context_length(config.max_position_embeddings)
+    writer.add_context_length(hf["max_position_embeddings"])
     writer.add_embedding_length(config.hidden_size)
     writer.add_block_count(config.num_layers)
     writer.add_feed_forward_length(config.intermediate_size)
@@ -88,7 +89,12 @@ def write_gguf(
     writer.add_bos_token_id(1)
     writer.add_eos_token_id(2)
     for key, value in (metadata or {}).items():
-        add = {str: writer.add_string, float: writer.add_float32, int: writer.add_uint32}
+        add = {
+            str: writer.add_string,
+            float: writer.add_float32,
+            int: writer.add_uint32,
+            list: writer.add_array,
+        }
         add[type(value)](key, value)
     theirs = file_parts(config, HUGGING_FACE)
     heads = {"attn_q": config.num_heads, "attn_k": config.num_kv_heads}
@@ -103,6 +109,8 @@ def write_gguf(
             else:
                 quantized = gguf.quantize(tensor, quantization)
                 writer.add_tensor(part.name, quantized, raw_dtype=quantization)
+    for name, tensor in (more_tensors or {}).items():
+        writer.add_tensor(name, tensor)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()

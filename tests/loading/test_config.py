@@ -26,6 +26,7 @@ SIZES: dict[str, Any] = {
 LLAMA = SIZES | {"architectures": ["LlamaForCausalLM"], "model_type": "llama"}
 MISTRAL = SIZES | {"architectures": ["MistralForCausalLM"], "model_type": "mistral"}
 QWEN2 = SIZES | {"architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2"}
+LONGROPE: dict[str, Any] = {"type": "longrope", "short_factor": [1.0] * 8, "long_factor": [2.0] * 8}
 
 
 @pytest.mark.parametrize(
@@ -102,7 +103,15 @@ def test_config_saved_by_transformers_5_reads_back(hf: dict[str, Any], tmp_path:
             {"rope_parameters": {"full_attention": {}, "sliding_attention": {}}},
             r"differ by layer \(full_attention, sliding_attention\)",
         ),
-        ({"rope_scaling": {"type": "longrope", "factor": 2.0}}, "'longrope' is not supported"),
+        ({"rope_scaling": {"type": "mrope", "factor": 2.0}}, "'mrope' is not supported"),
+        (
+            {"rope_scaling": LONGROPE | {"long_factor": None}},
+            r"'longrope' needs positive frequency factors, got \(\)",
+        ),
+        (
+            {"rope_scaling": LONGROPE | {"short_factor": [1.0]}},
+            "head_dim=16 needs 8 RoPE frequency factors, got 1",
+        ),
         ({"rope_scaling": {"type": "linear"}}, "'linear' has no factor"),
         ({"rope_scaling": {"type": "linear", "factor": -2}}, "factor must be a positive number"),
         (
@@ -131,6 +140,48 @@ def test_rotary_frequencies_equal_transformers(name: str) -> None:
     # One unit in the last place, from powers of float32 in another library.
     np.testing.assert_allclose(frequencies, golden["inv_freq"], rtol=3e-7)
     assert attention_factor == pytest.approx(golden["attention_factor"], rel=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("rope", "length"),
+    [
+        ({"rope_type": "default"}, 512),
+        ({"type": "linear", "factor": 4.0}, 2048),
+        ({"type": "linear", "factor": 4, "original_max_position_embeddings": 128}, 512),
+        ({"type": "linear", "factor": 0.5}, 512),
+        ({"type": "yarn", "factor": 4.0}, 2048),
+        ({"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 512}, 2048),
+        ({"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 128}, 512),
+        ({"type": "yarn", "original_max_position_embeddings": 128}, 512),
+        ({"type": "yarn", "factor": 1.5, "original_max_position_embeddings": 511}, 766),
+        (LONGROPE | {"original_max_position_embeddings": 128}, 512),
+        (LONGROPE | {"original_max_position_embeddings": 512, "factor": 4.0}, 2048),
+        (LONGROPE | {"type": "su", "original_max_position_embeddings": 128}, 512),
+        ({"type": "dynamic", "factor": 4.0}, 512),
+        (
+            {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0},
+            512,
+        ),
+    ],
+)
+def test_usable_length_follows_the_scaling_and_is_stretched_once(
+    rope: dict[str, Any], length: int
+) -> None:
+    """Whether the config states the original length, as here 512, or the stretched one."""
+    for key in ("rope_scaling", "rope_parameters"):
+        assert ModelConfig.from_hf(LLAMA | {key: rope}).max_position_embeddings == length
+
+
+def test_longrope_is_chosen_once_by_the_longest_sequence_that_is_served() -> None:
+    rope = LONGROPE | {"original_max_position_embeddings": 128}
+    config = ModelConfig.from_hf(LLAMA | {"rope_scaling": rope})
+    plain, _ = inv_freq(ModelConfig.from_hf(LLAMA))
+    for num_tokens, divisor in ((512, 2), (129, 2), (128, 1), (2, 1)):
+        frequencies, factor = inv_freq(config.served_up_to(num_tokens))
+        np.testing.assert_allclose(frequencies * divisor, plain, rtol=1e-6)
+        assert factor == inv_freq(config)[1]
+    yarn = ModelConfig.from_hf(LLAMA | {"rope_scaling": {"type": "yarn", "factor": 4.0}})
+    assert yarn.served_up_to(100) is yarn
 
 
 def test_frequency_factors_divide() -> None:

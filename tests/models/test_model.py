@@ -22,7 +22,16 @@ from tests.models.hf_parity import (
 )
 
 # Models with a paged path of their own: heads, windows, rotary factors on cached keys.
-THROUGH_THE_ENGINE = ("mha", "mqa", "rope_yarn", "qwen2_window", "mistral_window")
+THROUGH_THE_ENGINE = (
+    "mha",
+    "mqa",
+    "rope_linear_original",
+    "rope_yarn",
+    "rope_yarn_original",
+    "rope_longrope",
+    "qwen2_window",
+    "mistral_window",
+)
 
 
 def test_every_feature_has_a_recorded_model():
@@ -54,6 +63,16 @@ def test_greedy_continuations_through_the_paged_cache_are_those_of_hugging_face(
     )
     [output] = greedy(engine, [prompt], len(tokens))
     assert_same_continuation(output, tokens, goldens["top_two_logits"])
+
+
+@pytest.mark.parametrize("name", ["rope_linear_original", "rope_yarn_original", "rope_longrope"])
+def test_an_engine_serves_the_length_that_the_scaling_stretches_to(name):
+    [folder] = [folder for folder in RANDOM_MODELS if folder.name == name]
+    model = load_random_model(folder)
+    assert Engine(model, warm_up=False).max_model_len == 128
+    assert Engine(model, warm_up=False, max_model_len=100).max_model_len == 100
+    with pytest.raises(ValueError, match="max_model_len must be between 2 and 128"):
+        Engine(model, warm_up=False, max_model_len=129)
 
 
 @pytest.mark.parametrize("folder", RANDOM_MODELS, ids=lambda folder: folder.name)

@@ -235,7 +235,7 @@ def test_a_first_token_that_means_nothing_is_none(fresh_engine, monkeypatch):
 
     def not_finite(batch):
         result = execute(batch)
-        return replace(result, failed=list(range(len(result.tokens))))
+        return replace(result, failed=dict.fromkeys(range(len(result.tokens)), "not finite"))
 
     monkeypatch.setattr(engine.executor, "execute", not_finite)
     [output] = engine.generate([5, 6], GREEDY, progress=False)

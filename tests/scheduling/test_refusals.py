@@ -2,6 +2,7 @@
 
 import pytest
 
+from paged_jax.memory.policies import make_memory
 from tests.scheduling.fakes import (
     FakeExecutor,
     make_request,
@@ -10,6 +11,7 @@ from tests.scheduling.fakes import (
     outputs,
     run_step,
     run_to_end,
+    scheduler_over,
 )
 
 
@@ -20,17 +22,64 @@ def test_a_prompt_as_long_as_the_model_allows_is_refused():
     assert not scheduler.has_work
 
 
-def test_prompt_and_output_beyond_the_model_are_refused():
+@pytest.mark.parametrize("max_tokens", [None, 6, 7, 10**9])
+@pytest.mark.parametrize("kind", [{}, {"n": 2}, {"beam_width": 2}])
+def test_output_beyond_the_model_is_cut_off(kind, max_tokens):
     scheduler = make_scheduler(max_model_len=16)
-    message = r"prompt of 10 tokens and max_tokens 7 make 17, .*max_model_len 16;.* at most 6"
-    with pytest.raises(ValueError, match=message):
-        scheduler.add(make_request("a", 10, max_tokens=7))
-    scheduler.add(make_request("b", 10, max_tokens=6))
+    request = make_request("a", 10, max_tokens=max_tokens, ignore_eos=True, **kind)
+    scheduler.add(request)
+    assert request.max_tokens == 6
+    run_to_end(scheduler, FakeExecutor(scheduler.memory, never_ends))
+    if kind.get("beam_width"):
+        [first, *_] = request.beam_search.hypotheses
+        assert (len(first.token_ids), first.finish_reason) == (6, "length")
+    else:
+        assert [(len(tokens), end) for tokens, end in outputs(request)] == [
+            (6, "length") for _ in request.sequences
+        ]
+
+
+@pytest.mark.parametrize(("policy", "fit"), [("paged", 55), ("orca_oracle", 55), ("orca_pow2", 32)])
+def test_an_output_to_the_end_goes_as_far_as_the_pool_allows(policy, fit):
+    """16 blocks of 4 slots for a model of 100 tokens; the last token needs no slot."""
+    memory = make_memory(policy, 17, 4, max_model_len=100)
+    scheduler = scheduler_over(memory, max_model_len=100)
+    request = make_request("a", 10, max_tokens=None, ignore_eos=True)
+    scheduler.add(request)
+    run_to_end(scheduler, FakeExecutor(memory, never_ends))
+    assert [(len(tokens), end) for tokens, end in outputs(request)] == [(fit, "length")]
+    assert request.num_preemptions == 0
+
+
+def test_an_output_to_the_end_takes_what_pinned_prefixes_leave():
+    scheduler = make_scheduler(num_blocks=17, block_size=4, enable_prefix_caching=True)
+    executor = FakeExecutor(scheduler.memory, never_ends)
+    prefix = make_request("prefix", 32, max_tokens=1)
+    scheduler.add(prefix)
+    run_to_end(scheduler, executor)
+    assert scheduler.pin(prefix.prompt_token_ids, None) == 32
+    other, sharing = (make_request(str(s), 40, seed=s, max_tokens=None) for s in (1, 0))
+    with pytest.raises(ValueError, match=r"8 of them are pinned; .* or shorten the prompt"):
+        scheduler.add(other)
+    scheduler.add(sharing)
+    assert sharing.max_tokens == 64 - 40
+
+
+def test_more_tokens_than_fit_are_refused_as_a_minimum():
+    scheduler = make_scheduler(max_model_len=16)
+    with pytest.raises(ValueError, match="min_tokens 7 is more than the 6 tokens that fit after"):
+        scheduler.add(make_request("a", 10, max_tokens=None, min_tokens=7))
+    with pytest.raises(ValueError, match="min_tokens 7 is more than the 6 tokens that fit after"):
+        scheduler.add(make_request("a", 10, max_tokens=20, min_tokens=7))
+    assert not scheduler.has_work
+    scheduler.add(make_request("a", 10, max_tokens=None, min_tokens=6))
 
 
 def test_what_the_pool_can_never_hold_is_refused():
     scheduler = make_scheduler(num_blocks=5, block_size=4)
-    message = r"prompt of 10 tokens and max_tokens 8 can need 5 blocks of 4 slots, the pool has 4"
+    message = (
+        r"max_tokens 8 can need 5 blocks of 4 slots, the pool has 4 .* max_tokens to at most 7"
+    )
     with pytest.raises(ValueError, match=message):
         scheduler.add(make_request("a", 10, max_tokens=8))
     scheduler.add(make_request("b", 10, max_tokens=7))

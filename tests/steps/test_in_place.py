@@ -18,7 +18,7 @@ def executor(tiny_model):
         num_blocks=52,
         max_num_seqs=4,
         max_num_batched_tokens=32,
-        max_model_len=128,
+        max_model_len=144,
         warm_up=False,
     )
     return engine.executor
@@ -45,6 +45,12 @@ def passes_over_cache(text: str, shape: tuple[int, ...]) -> list[str]:
 def test_a_step_makes_no_pass_over_the_cache(executor, name):
     compiled = executor.lowerings()[name]().compile()
     assert not passes_over_cache(compiled.as_text(), executor.cache.k[0].shape)
+
+
+@pytest.mark.parametrize("name", ["decode 2", "head 1", "remember 4"])
+def test_a_step_makes_no_pass_over_the_history(executor, name):
+    compiled = executor.lowerings()[name]().compile()
+    assert not passes_over_cache(compiled.as_text(), (4, 144))
 
 
 def test_a_pass_over_the_cache_is_found():

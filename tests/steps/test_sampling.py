@@ -7,8 +7,9 @@ import numpy as np
 import pytest
 
 from paged_jax import SamplingParams
-from paged_jax.executor.sampling_rows import sampling_batch, sampling_rows
+from paged_jax.executor.sampling_rows import SamplingArrays, sampling_rows
 from paged_jax.scheduling.request import Request, Sequence
+from paged_jax.steps.logits import NO_SLOT
 from paged_jax.steps.sampling import sample
 
 V = 40
@@ -32,11 +33,9 @@ def sample_rows(logits: np.ndarray, seqs: list[Sequence]):
     for row, seq in enumerate(seqs):
         history[row, : seq.num_tokens] = seq.token_ids
     positions = np.array([seq.num_tokens - 1 for seq in seqs], np.int32)
-    return jitted_sample(
-        np.asarray(logits, np.float32),
-        positions,
-        sampling_batch(sampling_rows(seqs, len(seqs)), history),
-    )
+    rows = sampling_rows(seqs, len(seqs))
+    batch = SamplingArrays(V).batch(rows, seqs, range(len(seqs)))
+    return jitted_sample(np.asarray(logits, np.float32), positions, batch, history)
 
 
 def draw(logits: np.ndarray, params: SamplingParams, **of_sequence) -> np.ndarray:
@@ -300,18 +299,19 @@ def test_logprobs_of_an_unlikely_token_are_exact():
     np.testing.assert_allclose(result.logprobs, [-200.0], rtol=1e-6)
 
 
-def test_logprobs_that_nobody_wants_are_nan():
+def test_logprobs_that_nobody_wants_are_zero():
     result = sample_rows(np.zeros((1, V)), [sequence(SamplingParams())])
-    assert np.isnan(result.logprobs).all()
-    assert np.isnan(result.top_logprobs).all()
+    assert not result.logprobs.any()
+    assert not result.top_logprobs.any()
 
 
 def test_a_vocabulary_smaller_than_the_reported_logprobs():
     params = SamplingParams(temperature=0, logprobs=20)
     seqs = [sequence(params, tokens=[1, 2, 0], num_prompt=2)]
-    batch = sampling_batch(sampling_rows(seqs, 1), np.zeros((1, 8), np.int32))
+    batch = SamplingArrays(3).batch(sampling_rows(seqs, 1), seqs, [NO_SLOT])
     logits = np.array([[0.0, 2.0, 1.0]], np.float32)
-    result = sample(logits, np.array([2], np.int32), batch, num_logprobs=20)
+    history = np.zeros((1, 8), np.int32)
+    result = sample(logits, np.array([2], np.int32), batch, history, num_logprobs=20)
     assert result.top_tokens.tolist() == [[1, 2, 0]]
 
 

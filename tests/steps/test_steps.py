@@ -9,7 +9,7 @@ import pytest
 
 from paged_jax import SamplingParams
 from paged_jax.executor.prefill_arrays import PrefillShape, prefill_arrays
-from paged_jax.executor.sampling_rows import sampling_batch, sampling_rows
+from paged_jax.executor.sampling_rows import SamplingArrays, sampling_rows
 from paged_jax.memory.block_manager import BlockManager
 from paged_jax.models.config import ModelConfig
 from paged_jax.models.params import bind, init_params
@@ -17,6 +17,7 @@ from paged_jax.scheduling.batch import PrefillChunk
 from paged_jax.scheduling.request import Request
 from paged_jax.steps import kv_cache
 from paged_jax.steps.attention import PagedAttention, causal_attention
+from paged_jax.steps.logits import NO_SLOT
 from paged_jax.steps.model_steps import decode_step, head_step, prefill_step
 
 CONFIG = ModelConfig(
@@ -51,6 +52,12 @@ def new_cache(fill: float = 0.0, num_blocks: int = NUM_BLOCKS):
     return jax.tree.map(lambda x: jnp.full_like(x, fill), cache)
 
 
+def greedy(seqs, num_rows: int):
+    """A batch of sequences that need no history."""
+    rows = sampling_rows(seqs, num_rows)
+    return SamplingArrays(CONFIG.vocab_size).batch(rows, seqs, [NO_SLOT] * len(seqs))
+
+
 class Host:
     """Sequences with block tables, and the steps over them; the cache starts out as NaN."""
 
@@ -58,6 +65,7 @@ class Host:
         rng = np.random.default_rng(seed)
         self.params = params
         self.cache = new_cache(np.nan)
+        self.history = jnp.zeros((1, MAX_LEN), jnp.int32)
         self.memory = BlockManager(NUM_BLOCKS, S)
         self.seqs = [
             Request(
@@ -100,10 +108,17 @@ class Host:
             lens[row] = seq.num_tokens
             table = self.memory.block_table(seq.seq_id)
             tables[row, : len(table)] = table
-        history = np.zeros((bucket, MAX_LEN), np.int32)
-        sampling = sampling_batch(sampling_rows(seqs, bucket), history)
-        self.cache, sampled = decode_step(
-            self.params, self.cache, tokens, positions, tables, lens, sampling, **STATIC
+        sampling = greedy(seqs, bucket)
+        self.cache, sampled, self.history = decode_step(
+            self.params,
+            self.cache,
+            tokens,
+            positions,
+            tables,
+            lens,
+            sampling,
+            self.history,
+            **STATIC,
         )
         return sampled
 
@@ -202,7 +217,8 @@ def test_the_head_samples_the_rows_it_is_given(params):
         hidden,
         np.array([0, 2], np.int32),
         np.array([19, 2], np.int32),
-        sampling_batch(sampling_rows(completing, 2), np.zeros((2, MAX_LEN), np.int32)),
+        greedy(completing, 2),
+        host.history,
         config=CONFIG,
     )
     wanted = [dense(params, seq.token_ids)[1][-1].argmax() for seq in completing]
@@ -249,8 +265,8 @@ def arguments(params, step: str, num_blocks: int):
     if step == "decode":
         B = 8
         zeros, tables = np.zeros(B, np.int32), np.zeros((B, MAX_LEN // S), np.int32)
-        sampling = sampling_batch(sampling_rows([], B), np.zeros((B, MAX_LEN), np.int32))
-        return params, cache, zeros, zeros, tables, zeros, sampling
+        history = jnp.zeros((B, MAX_LEN), jnp.int32)
+        return params, cache, zeros, zeros, tables, zeros, greedy([], B), history
     arrays = prefill_arrays(
         [],
         PrefillShape.of(32, MAX_CHUNKS),
@@ -291,6 +307,6 @@ def test_a_step_that_does_not_donate_the_cache_is_noticed(params):
 def test_steps_leave_the_cache_where_it_lies(params, step):
     args = arguments(params, step, num_blocks=100)
     before = [leaf.unsafe_buffer_pointer() for leaf in jax.tree.leaves(args[1])]
-    cache, _ = STEPS[step](*args, **STATIC)
+    cache, *_ = STEPS[step](*args, **STATIC)
     assert [leaf.unsafe_buffer_pointer() for leaf in jax.tree.leaves(cache)] == before
     assert all(leaf.is_deleted() for leaf in jax.tree.leaves(args[1]))

@@ -225,8 +225,11 @@ def test_sharegpt_reports_what_it_skipped(tmp_path):
         num_requests=4,
     )
     assert requests == [WorkloadRequest((1, *b"hello"), 8, prompt="hello")]
-    assert "truncated records 1, empty conversations 1" in notes[1]
-    assert notes[2] == "sharegpt: 1 requests, not the 4 asked for"
+    assert notes == [
+        "sharegpt: skipped 2 of 3 records: a conversation without turns (record 1 in line 1); "
+        "the file ends in it (record 2 in line 1)",
+        "sharegpt: 1 requests, not the 4 asked for",
+    ]
 
 
 def test_azure_keeps_its_arrivals_or_takes_others(tmp_path):
@@ -257,7 +260,9 @@ def test_burstgpt_is_scaled_to_a_rate_and_says_what_failed(tmp_path):
     requests, notes = build_workload(
         "burstgpt", trace=path, vocab=VOCAB, max_model_len=100, arrivals="trace", rate=2.0
     )
-    assert notes == ["burstgpt: skipped 1 failed requests"]
+    assert notes == [
+        "burstgpt: skipped 1 of 3 records: Response tokens must be at least 1, got 0 (line 3)"
+    ]
     assert [(r.num_prompt_tokens, r.arrival_s) for r in requests] == [(5, 0), (6, 0.5)]
 
 
@@ -309,7 +314,7 @@ def test_prompts_come_from_a_list_or_a_file(tmp_path):
     )
     assert from_file == from_list
     assert not from_file[0].ignore_eos
-    assert notes == ["prompts: skipped 1 blank lines"]
+    assert notes == ["prompts: skipped 1 of 3 records: a blank line (line 2)"]
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,6 @@
+import gzip
 import json
+import re
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -8,13 +10,23 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from paged_jax.workloads import find_packaged_sharegpt, read_sharegpt, sharegpt_requests
+from paged_jax.workloads import (
+    find_packaged_sharegpt,
+    read_conversations,
+    read_sharegpt,
+    sharegpt_requests,
+)
 from paged_jax.workloads import sharegpt as sharegpt_module
-from paged_jax.workloads.files import JsonListReader
+from paged_jax.workloads.files import JsonList
+from paged_jax.workloads.records import Skipped
 
 
 def record(*turns: tuple[str, str]) -> dict[str, Any]:
     return {"id": "x", "conversations": [{"from": role, "value": text} for role, text in turns]}
+
+
+def is_record(value: object) -> bool:
+    return isinstance(value, dict) and "conversations" in value
 
 
 def encode(text: str) -> list[int]:
@@ -41,73 +53,190 @@ def write(tmp_path: Path) -> Callable[[str | bytes], Path]:
     return write_file
 
 
+NOTE = (
+    "skipped 3 of 6 records: a conversation without a prompt and its answer "
+    "(record 3 in line {}, record 5 in line {}); "
+    "a conversation without turns (record 1 in line {})"
+)
+
+
 @pytest.mark.parametrize("ensure_ascii", [True, False])
-def test_whole_records_are_read_and_empty_ones_counted(write, ensure_ascii):
-    exchanges, report = read_sharegpt(
-        write(json.dumps(RECORDS, indent=2, ensure_ascii=ensure_ascii))
-    )
+def test_conversations_are_read_and_records_without_one_are_named(write, ensure_ascii):
+    path = write(json.dumps(RECORDS, indent=2, ensure_ascii=ensure_ascii))
+    exchanges, notes = read_sharegpt(path)
     assert exchanges == [("hello", "hi there"), ("question", "answer"), ("why?", "because")]
-    assert report.records == 6
-    assert report.truncated == 0
-    assert report.empty_conversations == 1
-    assert report.empty_turns == 2
-    assert report.unanswered == 2
-    assert report.exchanges == 3
-    assert "empty conversations 1, empty turns 2" in " ".join(report.notes())
+    assert notes == [NOTE.format(40, 70, 15)]
 
 
-def test_the_record_a_file_is_cut_off_in_is_counted_and_skipped(write):
+def test_json_lines_are_read_like_a_list(write):
+    listed, _ = read_sharegpt(write(json.dumps(RECORDS)))
+    lines = [json.dumps(RECORDS[0]), "", '{"id": 7', *map(json.dumps, RECORDS[1:])]
+    for text in ("\n".join(lines), "\ufeff" + "\r\n".join(lines) + "\r\n"):
+        exchanges, [note] = read_sharegpt(write(text))
+        assert exchanges == listed
+        assert note.startswith("skipped 4 of 7 records: ")
+        assert "not JSON: Expecting ',' delimiter, column 9 (line 3)" in note
+
+
+HI = ("human", "hi"), ("gpt", "yo")
+
+
+@pytest.mark.parametrize(
+    "turns",
+    [
+        [{"from": "human", "value": "hi"}, {"from": "gpt", "value": "yo"}],
+        [{"from": "User", "value": "hi"}, {"from": "Assistant", "value": "yo"}],
+        [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "yo"}],
+        [{"role": "user", "content": [{"type": "text", "text": "hi"}]}, {"assistant": "yo"}],
+        [{"user": "hi", "assistant": "yo"}],
+        [{"human": "hi"}, {"gpt": "yo"}],
+        [{"system": "be brief", "user": "hi", "assistant": "yo", "time": 7}],
+        [{"role": "system", "content": "be brief"}, {"user": "hi", "assistant": "yo"}],
+        [{"from": "tool", "value": None}, *record(*HI)["conversations"]],
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("name", ["conversations", "conversation", "messages", "items"])
+def test_turns_may_be_written_in_other_ways(write, turns, name):
+    assert read_sharegpt(write(json.dumps([{"id": "x", name: turns}]))) == ([("hi", "yo")], [])
+
+
+def test_a_record_may_be_its_turns(write):
+    records = [{"user": "hi", "assistant": "yo"}, record(*HI)["conversations"]]
+    assert read_sharegpt(write(json.dumps(records))) == ([("hi", "yo")] * 2, [])
+
+
+def test_what_a_tool_says_is_no_answer(write):
+    turns = [("user", "sum?"), ("tool", "4"), ("assistant", "It is 4.")]
+    with pytest.raises(ValueError, match="a conversation without a prompt and its answer"):
+        read_sharegpt(write(json.dumps([record(*turns)])))
+
+
+def test_all_exchanges_of_a_conversation_are_read(write):
+    turns = [*HI, ("human", "why?"), ("gpt", ""), ("gpt", "so"), ("human", "bye")]
+    conversations, notes = read_conversations(write(json.dumps([record(*turns), record()])))
+    assert conversations == [[("hi", "yo"), ("why?", "so")]]
+    assert notes == ["skipped 1 of 2 records: a conversation without turns (record 1 in line 1)"]
+
+
+GOOD = json.dumps(record(*HI))
+BAD_RECORDS = {
+    "a number": ("17", "a list of turns expected, got 17"),
+    "null": ("null", "a list of turns expected, got None"),
+    "no turns": ('{"id": 1}', "a turn with .* expected, got {'id': 1}"),
+    "text for turns": ('{"conversations": "x"}', "a list of turns expected, got 'x'"),
+    "text for a turn": ('{"conversations": ["x"]}', "a turn with .* expected, got 'x'"),
+    "a turn without text": ('{"conversations": [{"from": "human"}]}', "a turn with `from`"),
+    "a number for a text": (
+        '{"conversations": [{"from": "human", "value": 7}]}',
+        "a turn's text expected, got 7",
+    ),
+    "an image": (
+        '{"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}',
+        "a turn's text expected, got .{'type': 'image_url'}",
+    ),
+    "a lone surrogate in an answer": (
+        GOOD.replace("yo", r"yo \ud83d"),
+        "a turn is not valid Unicode: surrogates not allowed",
+    ),
+    "a lone surrogate in a prompt": (GOOD.replace("hi", r"\udc00"), "a turn is not valid Unicode"),
+    "bytes that are not UTF-8": (GOOD.replace("hi", "\udcff"), "not (valid Unicode|UTF-8)"),
+    "no JSON": (
+        GOOD.replace(', "conversations"', ' "conversations"'),
+        "not JSON: Expecting ',' del",
+    ),
+    "no end": (GOOD[:-1], "not JSON: Expecting"),
+    "half": (GOOD[:40], "not JSON: "),
+    "an open text": (GOOD.replace('yo"', "yo"), "not JSON: "),
+    "a number too long": ('{"conversations": ' + "9" * 5000 + "}", "Exceeds the limit"),
+    "lists in lists": ("[" * 100_000, "recursion|not JSON"),
+}
+
+
+@pytest.mark.parametrize("layout", ["lines of a list", "one line", "JSON lines"])
+@pytest.mark.parametrize(("bad", "reason"), BAD_RECORDS.values(), ids=BAD_RECORDS)
+def test_a_bad_record_costs_itself_and_is_named(write, layout, bad, reason):
+    records = [GOOD, bad, GOOD, GOOD]
+    text = {
+        "lines of a list": "[\n" + ",\n".join(records) + "\n]",
+        "one line": "[" + ", ".join(records) + "]",
+        "JSON lines": "\n".join(records),
+    }[layout]
+    exchanges, [note] = read_sharegpt(write(text.encode(errors="surrogateescape")))
+    assert exchanges == [("hi", "yo")] * 3
+    place = {"lines of a list": "record 1 in line 3", "one line": "record 1 in line 1"}
+    assert re.match(f"skipped 1 of 4 records: .*{reason}", note)
+    assert note.endswith(f"({place.get(layout, 'line 2')})")
+    assert "\n" not in note
+
+
+def test_records_are_found_again_wherever_the_chunks_end(write):
+    broken = json.dumps(record(*HI, *HI), indent=1).replace('"gpt"', "gpt", 1)
+    text = f"[\n{GOOD},\n{broken} ,\n  {GOOD}\n {GOOD},\n{GOOD},\n]\n"  # a comma short, one over
+    path = write(text)
+    for chunk_bytes in range(1, 200, 3):
+        skipped = Skipped(path)
+        values = list(JsonList(path, skipped, is_record, chunk_bytes))
+        assert [value for _, value in values] == [json.loads(GOOD)] * 4
+        assert [place for place, _ in values][
+            -1
+        ] == f"record 4 in line {text[:-4].count(chr(10)) + 1}"
+        assert str(skipped) == "not JSON: Expecting value (record 1 in line 3)"
+
+
+def test_raw_line_ends_in_a_text_and_ids_that_come_twice_do_no_harm(write):
+    text = f"[{GOOD.replace('hi', 'h' + chr(10) + 'i')}, {GOOD}]"
+    assert read_sharegpt(write(text)) == ([("h\ni", "yo"), ("hi", "yo")], [])
+
+
+def test_the_record_a_file_is_cut_off_in_is_named_and_skipped(write):
     text = json.dumps(RECORDS, indent=2)
-    _, report = read_sharegpt(write(text[: text.index("be brief") + 3]))
-    assert (report.records, report.truncated, report.exchanges) == (4, 1, 2)
+    exchanges, [note] = read_sharegpt(write(text[: text.index("be brief") + 3]))
+    assert len(exchanges) == 2
+    assert note.startswith("skipped 3 of 5 records: ")
+    assert "the file ends in it (record 4 in line 53)" in note
+
+
+def test_what_follows_the_list_is_named(write):
+    assert read_sharegpt(write(f"[{GOOD}]\n[{GOOD}]")) == (
+        [("hi", "yo")],
+        ["skipped 1 of 2 records: text after the list (line 2)"],
+    )
 
 
 @given(st.data())
 def test_a_file_cut_off_anywhere_gives_the_records_before_the_cut(tmp_path_factory, data):
     path = tmp_path_factory.mktemp("cut") / "sharegpt.json"
-    text = json.dumps([*RECORDS, 17, -1.5e3, True, None], ensure_ascii=False, indent=1).encode()
+    whole = [*RECORDS, 17, -1.5e3, True, None]
+    text = json.dumps(whole, ensure_ascii=False, indent=1).encode()
     cut = data.draw(st.integers(1, len(text)))
     path.write_bytes(text[:cut])
-    reader = JsonListReader(path, chunk_bytes=data.draw(st.sampled_from([1, 7, 64, 4096])))
-    values = list(reader)
-    whole = [*RECORDS, 17, -1.5e3, True, None]
+    skipped = Skipped(path)
+    chunk_bytes = data.draw(st.sampled_from([1, 7, 64, 4096]))
+    values = [value for _, value in JsonList(path, skipped, is_record, chunk_bytes)]
     if cut < len(text):
         # A number at the very end may be the beginning of a longer one.
         values = [value for value in values if isinstance(value, dict)]
         assert values == [value for value in whole if isinstance(value, dict)][: len(values)]
-        assert reader.cut_off
+        assert skipped.count == 1
     else:
         assert values == whole
-        assert not reader.cut_off
-
-
-def test_malformed_text_is_refused_with_its_line(write):
-    good = json.dumps(record(("human", "a"), ("gpt", "b")))
-    path = write(f'[\n{good},\n{{"id": "y" "conversations": []}},\n{good}\n]')
-    with pytest.raises(ValueError, match=r"sharegpt.json, line 3: not JSON: Expecting ',' delim"):
-        read_sharegpt(path)
-
-
-def test_a_malformed_line_is_named_wherever_the_chunks_end(write):
-    good = json.dumps(record(("human", "a"), ("gpt", "b")))
-    path = write(f"[\n{good},\n{good}\n{good},\n{good}\n]")
-    for chunk_bytes in range(1, 200, 7):
-        with pytest.raises(ValueError, match=r"line 4: ',' or '\]' expected, got '\{'"):
-            list(JsonListReader(path, chunk_bytes))
+        assert skipped.count == 0
 
 
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ('[\n{"id": 1}]', "line 2: a record with a list of conversations expected"),
-        ('[{"conversations": [{"from": "human"}]}]', "line 1: a turn with texts"),
-        ('{"conversations": []}', "line 1: a JSON list expected, got '{'"),
-        ("", "an empty file"),
-        (b'[\n"\xff"]', "line 2: not UTF-8"),
-        ("[]", "no conversation with a prompt and its answer"),
+        ('[\n{"id": 1}]', r"no usable record: a turn with .* \(record 0 in line 2\)"),
+        ('{"conversations": []}', r"no usable record: a conversation without turns \(line 1\)"),
+        ("hello", r"no usable record: not JSON: Expecting value, column 1 \(line 1\)"),
+        ("", "sharegpt.json: no usable record$"),
+        ("[]", "sharegpt.json: no usable record$"),
+        ("[", "the file ends before its list"),
+        (gzip.compress(b"[]", mtime=0), "compressed with gzip; unpack it first"),
     ],
 )
-def test_a_file_of_another_shape_is_refused(write, text, message):
+def test_a_file_without_a_usable_record_is_refused_with_the_reason(write, text, message):
     with pytest.raises(ValueError, match=message):
         read_sharegpt(write(text))
 
@@ -160,9 +289,9 @@ def test_the_packaged_file_is_read_up_to_its_cut():
         path = find_packaged_sharegpt()
     except ValueError as error:
         pytest.skip(str(error))
-    exchanges, report = read_sharegpt(path)
-    assert report.truncated == 1
-    assert report.records == report.exchanges + report.unanswered + report.empty_conversations
-    assert report.empty_conversations > 0
-    assert report.empty_turns > 0
+    exchanges, [note] = read_sharegpt(path)
+    assert len(exchanges) == 17390
+    assert note.startswith("skipped 282 of 17672 records: ")
+    assert "and 152 more); a conversation without turns (" in note
+    assert "and 123 more); the file ends in it (record 17671 " in note
     assert all(prompt.strip() and reply.strip() for prompt, reply in exchanges)

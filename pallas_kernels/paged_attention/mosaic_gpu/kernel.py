@@ -15,7 +15,8 @@ from jax import Array, lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.mosaic import interpreter, load, store
+from pallas_kernels.derivatives import without_derivatives
+from pallas_kernels.mosaic import MOSAIC_GPU, interpreter, load, store
 from pallas_kernels.paged_attention.spec import AttentionOptions, AttentionResult, Call
 from pallas_kernels.paged_attention.splits import LOWEST, combine_finished
 from pallas_kernels.targets import TARGETS, Target
@@ -326,6 +327,7 @@ class Kernel:
         make_source: MakeSource,
         *tables: Array,  # that the source reads
     ) -> AttentionResult:
+        q, k, v = without_derivatives(MOSAIC_GPU, q, k, v)
         columns = self.tiles.to_columns(q)  # [B, parts, query tiles, N, D]
         B, parts, query_tiles, N, D = columns.shape
         products = self._products(q.dtype)

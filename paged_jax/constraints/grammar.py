@@ -1,0 +1,115 @@
+"""Structured outputs: which tokens keep a text within a grammar, as llguidance finds out."""
+
+import json
+from collections.abc import Iterable, Sequence
+from copy import copy
+from functools import cached_property, lru_cache
+from typing import Any
+
+import numpy as np
+from llguidance import LLMatcher, LLParserLimits, LLTokenizer, grammar_from
+from tokenizers import AddedToken
+
+from paged_jax.constraints.tokens import bits_of
+from paged_jax.structured_outputs import StructuredOutputsParams
+
+MAX_CACHED_GRAMMARS = 64
+# What llguidance takes for the end of a text: a token that no model has. Which of the model's
+# tokens end a sequence is the request's choice.
+_END = "<|the end of a text that matches|>"
+_LIMITS = LLParserLimits(verbose_errors=False)
+
+
+class GrammarCompiler:
+    """Compiles what texts must match, for one tokenizer; keeps what it has compiled.
+
+    tokenizer: a fast tokenizer of transformers.
+    vocab_size: tokens of the model, which may have more than its tokenizer, or less.
+    """
+
+    def __init__(self, tokenizer: Any, vocab_size: int):
+        self._tokenizer = tokenizer
+        self._vocab_size = vocab_size
+        self._matcher = lru_cache(MAX_CACHED_GRAMMARS)(self._compile)
+
+    def constraint(
+        self, params: StructuredOutputsParams, end_token_ids: Iterable[int], eos: Iterable[int]
+    ) -> "Grammar":
+        """A constraint whose text ends by `end_token_ids`; `eos`: those that are no text.
+
+        ValueError, with llguidance's reason, for a grammar that does not compile.
+        """
+        size, matcher, reader = self._vocab_size, self._matcher(params), self._reader
+        # Special tokens are no text for llguidance either, unless the grammar names them.
+        spelt_out = [token for token in eos if not reader.is_special_token(token)]
+        no_text = bits_of([*spelt_out, reader.eos_token], size)
+        return Grammar(matcher.deep_copy(), bits_of(end_token_ids, size), ~no_text)
+
+    @cached_property
+    def _reader(self) -> LLTokenizer:
+        """The tokenizer as llguidance reads it, with `_END`; takes up to a second."""
+        backend = copy(self._tokenizer.backend_tokenizer)
+        backend.no_padding()
+        backend.no_truncation()
+        backend.add_special_tokens([AddedToken(_END, normalized=False)])
+        end = backend.token_to_id(_END)
+        try:
+            size = max(self._vocab_size, end + 1)
+            return LLTokenizer(backend.to_str(), n_vocab=size, eos_token=end)
+        except Exception as error:  # of whatever kind
+            raise ValueError(
+                f"structured_outputs: llguidance cannot read the model's tokenizer: {_line(error)}"
+            ) from error
+
+    def _compile(self, params: StructuredOutputsParams) -> LLMatcher:
+        try:
+            matcher = LLMatcher(self._reader, _grammar(params), log_level=0, limits=_LIMITS)
+        except ValueError as error:  # GBNF that is no grammar, or a text that is no Unicode
+            raise ValueError(f"structured_outputs: {_line(error)}") from error
+        if matcher.is_error():
+            raise ValueError(f"structured_outputs: {_line(matcher.get_error())}")
+        return matcher
+
+
+def _grammar(params: StructuredOutputsParams) -> str:
+    """llguidance's own form of a grammar."""
+    if params.json is not None:
+        return str(grammar_from("json_schema", str(params.json)))
+    if params.regex is not None:
+        return str(grammar_from("regex", params.regex))
+    if params.choice is not None:
+        return str(grammar_from("choice", json.dumps(params.choice)))
+    if params.grammar is not None:
+        return str(grammar_from("grammar", params.grammar))
+    return str(grammar_from("json_schema", json.dumps({"type": "object"})))
+
+
+def _line(error: object) -> str:
+    """The first 200 characters of a message, in one line."""
+    return " ".join(str(error).replace("<non-verbose/>", "").split())[:200]
+
+
+class Grammar:
+    """The tokens that keep one sequence's text within a grammar, and its end where it matches."""
+
+    def __init__(self, matcher: LLMatcher, ends: np.ndarray, texts: np.ndarray):
+        """ends, texts: bits of the tokens that end a text, and of those that may go into it."""
+        self._matcher = matcher
+        self._ends = ends
+        self._texts = texts
+        self._num_read = 0  # output tokens that the matcher knows
+
+    def restrict(self, output_token_ids: Sequence[int], allowed: np.ndarray) -> None:
+        """ValueError if llguidance gives up: a grammar may be too complex for it."""
+        matcher = self._matcher
+        matcher.consume_tokens(list(output_token_ids[self._num_read :]))
+        self._num_read = len(output_token_ids)
+        bits = np.frombuffer(matcher.compute_bitmask(), np.uint32)[: allowed.size] & self._texts
+        if matcher.is_error():
+            raise ValueError(f"structured_outputs: {_line(matcher.get_error())}")
+        allowed &= bits | self._ends if matcher.is_accepting() else bits
+
+    def branch(self) -> "Grammar":
+        other = Grammar(self._matcher.deep_copy(), self._ends, self._texts)
+        other._num_read = self._num_read
+        return other
