@@ -44,8 +44,8 @@ from experiments.kernels.measure import clocked_calls, copy_bandwidth
 from experiments.lib import Options, figures, option, report, run
 from experiments.lib.reporting import write_json
 from paged_jax import Engine, SamplingParams
+from paged_jax.loading import load_config
 
-OURS = "paged_jax"
 HINTS = {
     "llama.cpp": "--llama_server, --llama_model: build llama-server from llama.cpp's sources, "
     "which the package llama-cpp-python carries under vendor/",
@@ -105,8 +105,10 @@ def make_workload(config: Config, vocab_size: int) -> peer_worker.Workload:
     return [{"prompt": rng.integers(low, high, n).tolist(), "max_tokens": m} for n, m in sizes]
 
 
-def ours(config: Config, dtype: str) -> tuple[Engine, Callable[[peer_worker.Workload], Served]]:
-    """This engine, with a function that serves a workload."""
+def ours(
+    config: Config, dtype: str, workload: peer_worker.Workload, stack: contextlib.ExitStack
+) -> Contestant:
+    """This engine, which `stack` closes."""
     engine = Engine(
         config.model,
         dtype=dtype,
@@ -114,21 +116,23 @@ def ours(config: Config, dtype: str) -> tuple[Engine, Callable[[peer_worker.Work
         max_model_len=2 * config.max_length,
         enable_prefix_caching=False,
     )
+    stack.callback(engine.close)
     engine.warm_up()
+    prompts = [each["prompt"] for each in workload]
+    params = [
+        SamplingParams(temperature=0, max_tokens=each["max_tokens"], ignore_eos=True)
+        for each in workload
+    ]
 
-    def serve(workload: peer_worker.Workload) -> Served:
-        params = [
-            SamplingParams(temperature=0, max_tokens=each["max_tokens"], ignore_eos=True)
-            for each in workload
-        ]
+    def serve() -> Served:
         start = time.perf_counter()
-        outputs = engine.generate([each["prompt"] for each in workload], params, progress=False)
+        outputs = engine.generate(prompts, params, progress=False)
         seconds = time.perf_counter() - start
         num_tokens = sum(len(out.outputs[0].token_ids) for out in outputs)
         firsts = [out.metrics.token_times_s[0][0] - out.metrics.arrival_s for out in outputs]
         return Served(seconds, num_tokens, firsts)
 
-    return engine, serve
+    return Contestant("paged_jax", dtype, jax.__version__, serve)
 
 
 # Peers
@@ -256,26 +260,19 @@ def gemm_gflops(dtype: str, size: int = 1024) -> float:
 
 @contextlib.contextmanager
 def contestants(config: Config) -> Iterator[list[Contestant]]:
-    """All engines that the options name, each ready."""
+    """All engines that the options name, each ready; this one's come first."""
+    workload = make_workload(config, load_config(config.model).vocab_size)
+    path = write_json(config.out_dir, "workload.json", workload).resolve()
     with contextlib.ExitStack() as stack:
-        entered: list[Contestant] = []
-        engines = [(dtype, *ours(config, dtype)) for dtype in config.dtype]
-        for _, engine, _ in engines:
-            stack.callback(engine.close)
-        workload = make_workload(config, engines[0][1].config.vocab_size)
-        path = write_json(config.out_dir, "workload.json", workload).resolve()
-        entered += [
-            Contestant(OURS, dtype, jax.__version__, partial(serve, workload))
-            for dtype, _, serve in engines
-        ]
+        peers: list[Contestant] = []
         for name in ("vllm", "transformers"):
             if python := getattr(config, f"{name}_python"):
                 for dtype in config.dtype:
                     context = worker(name, python, dtype, config, path)
-                    entered.append(stack.enter_context(context))
+                    peers.append(stack.enter_context(context))
         if config.llama_server:
-            entered.append(stack.enter_context(llama(config, workload)))
-        yield entered
+            peers.append(stack.enter_context(llama(config, workload)))
+        yield [*(ours(config, dtype, workload, stack) for dtype in config.dtype), *peers]
 
 
 def main(config: Config) -> None:
