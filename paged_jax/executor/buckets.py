@@ -2,6 +2,7 @@
 
 from bisect import bisect_left
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 
@@ -9,9 +10,17 @@ import numpy as np
 MIN_PREFILL_TOKENS = 16
 
 
-def decode_buckets(max_num_seqs: int) -> list[int]:
-    """Rows of a decode step: powers of two up to 16, then two for each doubling."""
-    buckets = [1, 2, 4, 8]
+def min_rows(platform: str, dtype: np.dtype[Any]) -> int:
+    """The fewest rows of a step that multiplies by weights of this dtype.
+
+    XLA's CPU products of a single row in bfloat16 take ten times as long as those of two.
+    """
+    return 2 if platform == "cpu" and dtype.name == "bfloat16" else 1
+
+
+def decode_buckets(max_num_seqs: int, least: int = 1) -> list[int]:
+    """Rows of a decode step, at least `least`: powers of two up to 16, then two a doubling."""
+    buckets = [rows for rows in (1, 2, 4, 8) if rows >= least]
     base = 16
     while base < max_num_seqs:
         buckets += [base, base * 3 // 2]

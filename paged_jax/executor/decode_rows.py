@@ -72,12 +72,13 @@ class DecodeRows:
         *,
         max_num_seqs: int,
         max_model_len: int,
+        min_rows: int = 1,
     ):
         self._memory = memory
         self._sampling_arrays = sampling
         self._histories = histories
         self._block_size = memory.block_size
-        self.buckets = decode_buckets(max_num_seqs)
+        self.buckets = decode_buckets(max_num_seqs, min_rows)
         self.block_tables = np.zeros(
             (max_num_seqs, -(-max_model_len // memory.block_size)), np.int32
         )

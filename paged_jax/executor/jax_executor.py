@@ -15,7 +15,7 @@ import numpy as np
 from jax.stages import Lowered
 
 from paged_jax.config import EngineConfig
-from paged_jax.executor.buckets import bucket_of, padded, prefill_buckets
+from paged_jax.executor.buckets import bucket_of, min_rows, padded, prefill_buckets
 from paged_jax.executor.compilation import WarmUp
 from paged_jax.executor.decode_rows import DecodeRows, TokenFeed
 from paged_jax.executor.histories import Histories
@@ -75,11 +75,13 @@ class JaxExecutor:
         self._on_device = current_device()  # steps run on it, whatever is the default then
         self._memory = memory
         self._max_prefill_seqs = max_prefill_seqs = options.max_prefill_seqs
-        max_num_seqs = options.max_num_seqs
+        least = min_rows(jax.default_backend(), cache.k[0].dtype)
+        max_num_seqs = max(least, options.max_num_seqs)
         self._swap_pool = SwapPool(cache, memory.num_swap_blocks)
         self._prefill_buckets = prefill_buckets(options.max_num_batched_tokens)
         # With forks a prefill may start `max_num_seqs` sequences.
-        self._head_buckets = sorted({1, min(4, max_prefill_seqs), max_prefill_seqs, max_num_seqs})
+        sizes = (1, min(4, max_prefill_seqs), max_prefill_seqs, max_num_seqs)
+        self._head_buckets = sorted({max(least, size) for size in sizes})
         self._histories = Histories(
             max_num_seqs, options.max_model_len, self._head_buckets, self._require
         )
@@ -88,6 +90,7 @@ class JaxExecutor:
             memory,
             self._sampling,
             self._histories,
+            min_rows=least,
             max_num_seqs=max_num_seqs,
             max_model_len=options.max_model_len,
         )

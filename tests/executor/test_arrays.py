@@ -259,6 +259,13 @@ def test_prefill_buckets_cover_and_at_most_double(largest):
         assert size <= bucket_of(buckets, size) < 2 * size
 
 
+@pytest.mark.parametrize("largest", [2, 3, 7, 16, 40])
+def test_no_step_has_fewer_rows_than_the_least(largest):
+    buckets = decode_buckets(largest, least=2)
+    assert (buckets[0], buckets[-1]) == (2, largest)
+    assert buckets == [size for size in decode_buckets(largest) if size > 1]
+
+
 @pytest.mark.parametrize("largest", [*range(1, 70), 100, 256, 1000])
 def test_decode_buckets_cover_and_at_most_double(largest):
     buckets = decode_buckets(largest)
