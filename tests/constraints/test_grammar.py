@@ -270,7 +270,7 @@ def test_a_chain_of_rules_however_long_ends_no_process():
     ids=["grammar", "json"],
 )
 def test_a_grammar_too_long_for_the_stack_is_refused(form):
-    with pytest.raises(ValueError, match="at most 500000 characters, got [0-9]{6}$"):
+    with pytest.raises(ValueError, match=r"at most 500000 characters, got [0-9]{6}$"):
         structured(**form)
 
 
@@ -278,7 +278,7 @@ def test_a_grammar_too_long_for_the_stack_is_refused(form):
     "schema", ['{"items":' * 99_999 + "{}" + "}" * 99_999, nested(99_999)], ids=["text", "dict"]
 )
 def test_a_schema_nested_too_deeply_is_refused(schema):
-    with pytest.raises(ValueError, match="must be a JSON schema.*recursion") as error:
+    with pytest.raises(ValueError, match=r"must be a JSON schema.*recursion") as error:
         StructuredOutputsParams(json=schema)
     assert "\n" not in str(error.value)
 
