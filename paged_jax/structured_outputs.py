@@ -14,7 +14,7 @@ def _schema(name: str, value: Any) -> str:
         if isinstance(value, Mapping):
             return json.dumps(dict(value))
         schema = json.loads(string(name, value))
-    except (TypeError, ValueError) as error:
+    except (TypeError, ValueError, RecursionError) as error:
         form = "a JSON schema, as a dict or a text"
         raise ValueError(f"{name} must be {form}: {one_line(error)}") from None
     if not isinstance(schema, dict):

@@ -1,7 +1,9 @@
 """Structured outputs: llguidance finds the tokens that keep a text within a grammar."""
 
 import json
-from collections.abc import Iterable, Sequence
+import threading
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from copy import copy
 from functools import cached_property, lru_cache
 from typing import Any
@@ -19,6 +21,10 @@ MAX_CACHED_GRAMMARS = 64
 # tokens end a sequence is the request's choice.
 _END = "<|the end of a text that matches|>"
 _LIMITS = LLParserLimits(verbose_errors=False)
+# llguidance recurses along chains of rules, and where the stack ends, so does the process. This
+# stack holds a chain as long as the longest grammar.
+_STACK_BYTES = 256 << 20
+MAX_GRAMMAR = 500_000  # characters
 
 
 class GrammarCompiler:
@@ -63,8 +69,17 @@ class GrammarCompiler:
             ) from error
 
     def _compile(self, params: StructuredOutputsParams) -> LLMatcher:
+        reader = self._reader
+        rules = params.grammar or params.json or ""
+        if len(rules) > MAX_GRAMMAR:
+            raise ValueError(
+                f"structured_outputs: a grammar or a JSON schema has at most {MAX_GRAMMAR} "
+                f"characters, got {len(rules)}"
+            )
         try:
-            matcher = LLMatcher(self._reader, _grammar(params), log_level=0, limits=_LIMITS)
+            matcher = _with_deep_stack(
+                lambda: LLMatcher(reader, _grammar(params), log_level=0, limits=_LIMITS)
+            )
         except ValueError as error:  # GBNF that is no grammar, or a text that is no Unicode
             raise ValueError(f"structured_outputs: {_line(error)}") from error
         if matcher.is_error():
@@ -72,12 +87,23 @@ class GrammarCompiler:
         return matcher
 
 
+def _with_deep_stack[T](work: Callable[[], T]) -> T:
+    """What `work` returns in a thread of its own, with a stack of `_STACK_BYTES`."""
+    before = threading.stack_size(_STACK_BYTES)
+    try:
+        with ThreadPoolExecutor(max_workers=1) as thread:
+            return thread.submit(work).result()
+    finally:
+        threading.stack_size(before)
+
+
 def _grammar(params: StructuredOutputsParams) -> str:
     """llguidance's own form of a grammar."""
     if params.regex is not None:
         return str(grammar_from("regex", params.regex))
     if params.choice is not None:
-        return str(grammar_from("choice", json.dumps(params.choice)))
+        # One terminal: as rules of their own, few thousands would be too many.
+        return f"start: CHOICE\nCHOICE: {' | '.join(map(json.dumps, params.choice))}"
     if params.grammar is not None:
         return str(grammar_from("grammar", params.grammar))
     return str(grammar_from("json_schema", str(params.json or '{"type": "object"}')))

@@ -90,11 +90,13 @@ def truncate(
     if keep is None:
         return token_ids
     if keep == -1:
-        keep = max_model_len - (params.max_tokens or 1)
+        name = "min_tokens" if params.max_tokens is None else "max_tokens"
+        num_tokens = getattr(params, name)
+        keep = max_model_len - max(num_tokens, 1)
         if keep < 1:
             raise ValueError(
-                f"truncate_prompt_tokens -1: max_tokens {params.max_tokens} leaves no room for a "
-                f"prompt within max_model_len {max_model_len}"
+                f"truncate_prompt_tokens -1: {name} {num_tokens} leaves no room for a prompt "
+                f"within max_model_len {max_model_len}; lower {name}"
             )
     return token_ids[-keep:]
 

@@ -95,7 +95,7 @@ def _failed_rows(
         found[row] = (
             "its constraint, min_tokens, logit_bias or logits_processors leave no token to be "
             f"output token {number}"
-            if sampled.is_finite[row]
+            if np.asarray(sampled.is_finite)[row]
             else f"the logits of its output token {number} are not finite"
         )
     if errors:

@@ -80,7 +80,10 @@ def read_columns(
     # Other columns may hold other text: bytes that are not UTF-8 do no harm there.
     lines = read_lines(path, skipped, errors="surrogateescape")
     _, header = next(lines, ("", ""))
-    names = [name.strip().lower() for name in next(csv.reader([header]), [])]
+    try:
+        names = [name.strip().lower() for name in next(csv.reader([header]), [])]
+    except csv.Error as error:  # line ends of old Macs, or a field that is too long
+        raise ValueError(f"{path}, line 1: {header!r:.80} is no header of a CSV: {error}") from None
     if missing := [name for name in columns if name.lower() not in names]:
         raise ValueError(
             f"{path}, line 1: no column {', '.join(missing)} in the header {header!r:.200}"

@@ -21,7 +21,8 @@ def refusal(call: Call) -> str | None:
     if call.options.tuning is not None:
         return f"it has nothing to tune, got {call.options.tuning!r}"
     if call.target is None:
-        return "JAX has no attention in float16 on a CPU" if call.dtype == jnp.float16 else None
+        is_lacking = call.dtype == jnp.float16 or jnp.finfo(call.dtype).bits < 16
+        return f"JAX has no attention in {call.dtype.name} on a CPU" if is_lacking else None
     if call.dtype not in (jnp.bfloat16, jnp.float16):
         return f"cuDNN's attention takes bfloat16 and float16, not {call.dtype.name}"
     largest = 256 if call.target.compute_capability >= (9, 0) else 128

@@ -13,6 +13,7 @@ from paged_jax.constraints.build import Constraints
 from paged_jax.constraints.grammar import MAX_CACHED_GRAMMARS
 from paged_jax.loading import build_byte_tokenizer, load_tokenizer
 from paged_jax.sampling_params import SamplingParams
+from paged_jax.structured_outputs import StructuredOutputsParams
 from tests.constraints.small_vocabulary import (
     CONSTRAINTS,
     END,
@@ -239,6 +240,54 @@ def test_a_grammar_that_does_not_compile_is_refused_with_the_reason(form, messag
         structured(**form)
     assert "\n" not in str(error.value)
     assert len(str(error.value)) < 250
+
+
+def chain(num_rules: int) -> str:
+    rules = (f"r{n}: r{n + 1}" for n in range(num_rules))
+    return "\n".join(["start: r0", *rules, f'r{num_rules}: "a"'])
+
+
+def references(num: int) -> dict:
+    definitions = {f"d{n}": {"$ref": f"#/$defs/d{n + 1}"} for n in range(num)}
+    return {"$ref": "#/$defs/d0", "$defs": definitions | {f"d{num}": {"type": "string"}}}
+
+
+def nested(depth: int) -> dict:
+    schema: dict = {}
+    for _ in range(depth):
+        schema = {"items": schema}
+    return schema
+
+
+def test_a_chain_of_rules_however_long_ends_no_process():
+    assert allowed(structured(grammar=chain(20_000)), []) == {0}
+    structured(json=references(10_000))
+
+
+@pytest.mark.parametrize(
+    "form",
+    [{"grammar": chain(50_000)}, {"json": {"const": "a" * 500_000}}],
+    ids=["grammar", "json"],
+)
+def test_a_grammar_too_long_for_the_stack_is_refused(form):
+    with pytest.raises(ValueError, match=r"at most 500000 characters, got [0-9]{6}$"):
+        structured(**form)
+
+
+@pytest.mark.parametrize(
+    "schema", ['{"items":' * 99_999 + "{}" + "}" * 99_999, nested(99_999)], ids=["text", "dict"]
+)
+def test_a_schema_nested_too_deeply_is_refused(schema):
+    with pytest.raises(ValueError, match=r"must be a JSON schema.*recursion") as error:
+        StructuredOutputsParams(json=schema)
+    assert "\n" not in str(error.value)
+
+
+def test_of_thousands_of_choices_one_comes_out():
+    rule = structured(choice=["".join(word) for word in itertools.product("abc", repeat=7)])
+    assert allowed(rule, []) == {0, 1, 2, 3, 4, 5}
+    assert allowed(rule, [5, 5]) == {0, 1, 2}
+    assert allowed(rule, [5, 5, 2]) == {END}
 
 
 def test_what_is_compiled_is_kept_and_the_tokenizer_read_once(monkeypatch):

@@ -77,6 +77,10 @@ def test_a_bad_prompt_is_refused_and_the_others_go_on(engine, prompt, message):
             SamplingParams(truncate_prompt_tokens=-1, max_tokens=512),
             "-1: max_tokens 512 leaves no room for a prompt within max_model_len 512",
         ),
+        (
+            SamplingParams(truncate_prompt_tokens=-1, max_tokens=None, min_tokens=512),
+            "-1: min_tokens 512 leaves no room for a prompt within max_model_len 512; lower",
+        ),
     ],
     ids=str,
 )

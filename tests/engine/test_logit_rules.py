@@ -150,6 +150,7 @@ def test_nothing_is_compiled_after_the_warm_up(engine_of, wanted, pipelined):
     engine.warm_up(progress=False)
     with count_compilations() as count:
         assert serve(engine, workload()) == wanted
+        serve(engine, [([97], SamplingParams(n=5), ({98}, set()))])  # no token is left
     assert count.programs == 0
 
 

@@ -332,6 +332,10 @@ def test_a_prompt_that_is_too_long_is_served_once_it_is_truncated(engine):
     )
     assert len(output.prompt_token_ids) == 500
     assert output.outputs[0].finish_reason == "length"
+    to_the_end = {"max_tokens": None, "min_tokens": 7, "truncate_prompt_tokens": -1}
+    [output] = engine.generate(long, to_the_end, progress=False)
+    assert len(output.prompt_token_ids) == 505
+    assert len(output.outputs[0].token_ids) == 7
 
 
 @pytest.mark.parametrize("kind", [{}, {"n": 2, "seed": 1}, {"beam_width": 2}], ids=str)

@@ -39,6 +39,7 @@ def call(dtype: str = "bfloat16", head_size: int = 128, **options) -> Call:
     [
         (None, {"soft_cap": 30.0}, "no soft cap"),
         (None, {"dtype": "float16"}, "no attention in float16 on a CPU"),
+        (None, {"dtype": "float8_e4m3fn"}, "no attention in float8_e4m3fn on a CPU"),
         (None, {"tuning": 1}, "nothing to tune, got 1"),
         ("H200", {"soft_cap": 30.0}, "no soft cap"),
         ("H200", {"dtype": "float32"}, "bfloat16 and float16, not float32"),

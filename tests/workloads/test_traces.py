@@ -182,6 +182,13 @@ def test_bytes_that_are_not_utf_8_cost_their_line_where_they_are_read(write):
     assert read_azure(write(other)) == ([TracedRequest(0, 374, 44)], [])
 
 
+@pytest.mark.parametrize("text", [AZURE.replace("\n", "\r"), f"{'x' * 200_000},{AZURE}"])
+def test_a_header_that_is_no_csv_is_refused_in_one_line(write, text):
+    with pytest.raises(ValueError, match=r"trace, line 1: .* is no header of a CSV: .") as error:
+        read_azure(write(text))
+    assert len(str(error.value)) < 400
+
+
 def test_a_header_without_a_column_is_refused(write):
     with pytest.raises(
         ValueError, match="line 1: no column ContextTokens in the header 'TIMESTAMP"
