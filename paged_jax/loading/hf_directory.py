@@ -62,7 +62,7 @@ def read_hf_config(directory: Path) -> ModelConfig:
         if eos is None or eos in config.eos_token_ids or eos >= config.vocab_size:
             return config
         return dataclasses.replace(config, eos_token_ids=(*config.eos_token_ids, eos))
-    except (ValueError, TypeError) as error:
+    except (ValueError, TypeError, OverflowError) as error:
         raise ValueError(f"{path}: {error}") from error
 
 
@@ -70,7 +70,8 @@ def _refuse_quantised(directory: Path, hf: Mapping[str, Any]) -> None:
     method, source = None, "config.json"
     for key in ("quantization_config", "compression_config"):
         if settings := hf.get(key):
-            method = settings.get("quant_method", "an unnamed method")
+            named = settings if isinstance(settings, dict) else {}
+            method = named.get("quant_method", "an unnamed method")
     for name, writer in _QUANTISATION_FILES.items():
         if method is None and (directory / name).is_file():
             method, source = writer, name
@@ -197,7 +198,7 @@ def _weight_files(directory: Path) -> list[Path]:
 def _read_json(path: Path) -> dict[str, Any]:
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"{path}: not valid JSON ({error})") from error
     if not isinstance(value, dict):
         raise ValueError(f"{path}: expected a JSON object, got {type(value).__name__}")
