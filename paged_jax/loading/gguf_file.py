@@ -72,6 +72,11 @@ class GgufFile:
         except (struct.error, ValueError) as error:
             raise ValueError(f"{path}: damaged or unsupported GGUF header: {error}") from error
         alignment = self.metadata.get("general.alignment", 32)
+        if not isinstance(alignment, int) or alignment < 1:
+            raise ValueError(
+                f"{path}: general.alignment must be a number of bytes, at least 1, got "
+                f"{alignment!r:.80}"
+            )
         start = -(-self._at // alignment) * alignment
         self.tensors = {
             name: self._located(name, shape, kind, start + offset)

@@ -56,7 +56,7 @@ def read_gguf_config(file: GgufFile) -> ModelConfig:
         config = _config(file, metadata, arch)
         metadata.refuse_unread(arch)
         return config
-    except (ValueError, TypeError, ZeroDivisionError) as error:
+    except (ValueError, TypeError, ArithmeticError) as error:  # a size that is none
         raise ValueError(f"{file.path}: {error}") from error
 
 
@@ -146,9 +146,9 @@ def _check_file(metadata: GgufMetadata) -> None:
     if kind != "model":
         raise ValueError(f"general.type is {kind!r}: the file holds no model")
     num_parts = metadata.get("split.count", 1)
-    if num_parts > 1:
+    if not isinstance(num_parts, int) or num_parts > 1:
         raise ValueError(
-            f"the file is one of {num_parts} parts of a model (split.count); join them: "
+            f"the file is one of {num_parts!r:.80} parts of a model (split.count); join them: "
             "llama-gguf-split --merge FIRST_PART WHOLE"
         )
     version = metadata.get("general.quantization_version", _QUANTIZATION_VERSION)

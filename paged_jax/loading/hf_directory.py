@@ -62,7 +62,7 @@ def read_hf_config(directory: Path) -> ModelConfig:
         if eos is None or eos in config.eos_token_ids or eos >= config.vocab_size:
             return config
         return dataclasses.replace(config, eos_token_ids=(*config.eos_token_ids, eos))
-    except (ValueError, TypeError) as error:
+    except (ValueError, TypeError, OverflowError) as error:
         raise ValueError(f"{path}: {error}") from error
 
 
@@ -70,7 +70,8 @@ def _refuse_quantised(directory: Path, hf: Mapping[str, Any]) -> None:
     files = _QUANTISATION_FILES.items()
     found = {method: name for name, method in files if (directory / name).is_file()}
     if settings := hf.get("quantization_config") or hf.get("compression_config"):
-        found = {settings.get("quant_method", "an unnamed method"): "config.json"}
+        named = settings if isinstance(settings, dict) else {}
+        found = {named.get("quant_method", "an unnamed method"): "config.json"}
     for method, source in found.items():
         raise ValueError(
             f"{directory}: the weights are quantised ({method}, says {source}), which is not "
@@ -194,7 +195,7 @@ def _weight_files(directory: Path) -> list[Path]:
 def _read_json(path: Path) -> dict[str, Any]:
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"{path}: not valid JSON ({error})") from error
     if not isinstance(value, dict):
         raise ValueError(f"{path}: expected a JSON object, got {type(value).__name__}")

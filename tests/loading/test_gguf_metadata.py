@@ -1,5 +1,6 @@
 """What a GGUF file may say: each key is read, harmless or refused; end tokens; RoPE scaling."""
 
+import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -376,3 +377,22 @@ def test_frequency_factors_beside_another_scaling_are_refused(tmp_path: Path) ->
     file.metadata["llama.rope.scaling.factor"] = 8.0
     with pytest.raises(ValueError, match=r"rope_freqs.weight beside RoPE scaling 'linear'"):
         read_gguf_config(file)
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "message"),
+    [
+        ("general.alignment", 0, "general.alignment must be a number of bytes, at least 1, got 0"),
+        ("general.alignment", 2.5, "general.alignment must be a number of bytes"),
+        ("general.alignment", "x", "general.alignment must be a number of bytes"),
+        ("split.count", "x", "is one of 'x' parts of a model"),
+        ("llama.rope.scaling.original_context_length", math.inf, "infinity to integer"),
+    ],
+)
+def test_numbers_that_are_none_are_refused(
+    tmp_path: Path, key: str, value: Any, message: str
+) -> None:
+    metadata = {"llama.rope.scaling.type": "yarn", "llama.rope.scaling.factor": 2.0, key: value}
+    path = write_gguf(tmp_path / "m.gguf", HF, random_tensors(HF), metadata=metadata)
+    with pytest.raises(ValueError, match=message):
+        read_gguf_config(GgufFile(path))

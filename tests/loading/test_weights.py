@@ -184,6 +184,7 @@ def test_the_eos_token_of_the_tokenizer_ends_generation(
     ]
     + [
         ("config.json", {"quantization_config": {"bits": 4}}, "an unnamed method"),
+        ("config.json", {"quantization_config": "awq"}, "an unnamed method"),
         ("config.json", {"compression_config": {"quant_method": "sparseml"}}, "sparseml"),
         ("quantize_config.json", {"bits": 4}, "gptq"),
         ("quant_config.json", {"w_bit": 4}, "awq"),
@@ -275,8 +276,12 @@ def test_damaged_directories(tmp_path: Path) -> None:
     (path / "model.safetensors.index.json").unlink()
     with pytest.raises(ValueError, match=r"neither model.safetensors nor model.safetensors.index"):
         weights_of(path)
-    (path / "config.json").write_text("{")
-    with pytest.raises(ValueError, match=r"config.json: not valid JSON"):
+    for text in ("{", "[" * 100_000):
+        (path / "config.json").write_text(text)
+        with pytest.raises(ValueError, match=r"config.json: not valid JSON"):
+            load_config(str(path))
+    (path / "config.json").write_text(json.dumps(LLAMA | {"rms_norm_eps": 10**400}))
+    with pytest.raises(ValueError, match=r"config.json: int too large to convert to float"):
         load_config(str(path))
     (path / "config.json").write_text("[]")
     with pytest.raises(ValueError, match="expected a JSON object, got list"):
