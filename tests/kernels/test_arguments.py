@@ -66,6 +66,13 @@ def test_tables_and_lengths_may_be_of_any_integer_type(dtype):
         np.testing.assert_array_equal(jitted(q, k_cache, v_cache, *narrow).out, wanted.out)
 
 
+REFUSED = [  # JAX's own attention on a CPU, and what tensor cores do not multiply
+    ("gather_sdpa", "float16"),
+    ("mosaic_gpu", "float32"),
+    ("mosaic_gpu_wgmma", "float32"),
+]
+
+
 @every_implementation
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
 def test_statistics_are_strongly_typed_float32_and_the_output_is_as_q(impl, dtype):
@@ -74,7 +81,8 @@ def test_statistics_are_strongly_typed_float32_and_the_output_is_as_q(impl, dtyp
     try:
         result = jax.eval_shape(partial(attend, impl=impl), *case)
     except Unsupported:
-        pytest.skip(f"{impl} does not take {dtype}")
+        assert (impl, dtype) in REFUSED
+        return
     assert [x.dtype for x in result] == [dtype, "float32", "float32"]
     assert not any(x.weak_type for x in result)
 
