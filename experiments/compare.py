@@ -70,7 +70,7 @@ def main(config: CompareConfig, asked: WorkloadOptions) -> int:
         for note in workload.notes:
             print(note)
         runs: dict[str, list[ServedRun]] = {name: [] for name in SIDES}
-        for number, name in in_turn(*SIDES, config.rounds + 1):  # the first round warms up
+        for number, name in in_turn(SIDES, config.rounds + 1):  # the first round warms up
             runs[name].append(
                 serve(
                     built[name],

@@ -42,6 +42,7 @@ from tqdm import tqdm
 from experiments.costs import peer_worker
 from experiments.kernels.measure import clocked_calls, copy_bandwidth
 from experiments.lib import Options, figures, option, report, run
+from experiments.lib.paired import in_turn, ratio_spread
 from experiments.lib.reporting import write_json
 from paged_jax import Engine, SamplingParams
 from paged_jax.loading import load_config
@@ -285,15 +286,12 @@ def main(config: Config) -> None:
     gflops = {dtype: gemm_gflops(dtype) for dtype in config.dtype}
     rounds: dict[int, list[Served]] = {}
     with contestants(config) as engines:
-        order = list(range(len(engines)))
-        turns = [
-            order[r % len(order) :] + order[: r % len(order)] for r in range(config.rounds + 1)
-        ]
-        for index in tqdm([index for turn in turns for index in turn], unit="round"):
+        turns = in_turn(range(len(engines)), config.rounds + 1)
+        for _, index in tqdm(list(turns), unit="round"):
             rounds.setdefault(index, []).append(engines[index].serve())
     # llama.cpp's dtype is that of its file: it stands beside this engine's first.
     bases = [config.dtype.index(e.dtype) if e.dtype in config.dtype else 0 for e in engines]
-    rows = [row_of(engines[i], rounds[i], rounds[bases[i]]) for i in order]
+    rows = [row_of(engines[i], rounds[i], rounds[bases[i]]) for i in range(len(engines))]
     machine = {"copy_gb_per_s": gb_per_s, "gemm_gflops": gflops}
     report("The same workload, in turns", rows, config, machine=machine)
     products = ", ".join(f"{dtype} {figure:.0f}" for dtype, figure in gflops.items())
@@ -306,16 +304,16 @@ def main(config: Config) -> None:
 def row_of(engine: Contestant, served: list[Served], base: list[Served]) -> dict[str, Any]:
     """Medians over the rounds after the first, which warms up; `ratio`: tokens/s over `base`'s."""
     rates, base_rates = (
-        np.array([each.num_tokens / each.seconds for each in rounds[1:]])
-        for rounds in (served, base)
+        [each.num_tokens / each.seconds for each in rounds[1:]] for rounds in (served, base)
     )
+    _, ratio, _ = ratio_spread(rates, base_rates)
     return {
         "engine": engine.name,
         "dtype": engine.dtype,
         "tokens_per_s": float(np.median(rates)),
-        "low": float(rates.min()),
-        "high": float(rates.max()),
-        "ratio": float(np.median(rates / base_rates)),
+        "low": min(rates),
+        "high": max(rates),
+        "ratio": ratio,
         "first_token_p50_s": float(np.median([each.first_token_s for each in served[1:]])),
         "num_tokens": served[0].num_tokens,
         "version": engine.version,

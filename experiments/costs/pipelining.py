@@ -64,7 +64,7 @@ def measure(point: Point, config: Config) -> dict[str, Any]:
     one_by_one, pipelined = (make(point, config, is_pipelined=each) for each in (False, True))
     rates: dict[Round, list[float]] = defaultdict(list)
     stats: dict[Round, list[IterationStats]] = defaultdict(list)
-    for _, play in in_turn(one_by_one, pipelined, config.rounds):
+    for _, play in in_turn((one_by_one, pipelined), config.rounds):
         rate, iterations = play()
         rates[play].append(rate)
         stats[play] += iterations

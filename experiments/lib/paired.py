@@ -1,14 +1,15 @@
-"""Two ways to do the same thing, timed in turn, so that a noisy machine slows both."""
+"""Ways to do the same thing, timed in turn, so that a noisy machine slows all of them."""
 
 from collections.abc import Iterator, Sequence
 
 import numpy as np
 
 
-def in_turn[T](first: T, second: T, rounds: int) -> Iterator[tuple[int, T]]:
-    """(round, way) for each of the two in each round; the way that goes first alternates."""
+def in_turn[T](ways: Sequence[T], rounds: int) -> Iterator[tuple[int, T]]:
+    """(round, way) for each way in each round; another way goes first each time."""
     for number in range(rounds):
-        for way in (first, second) if number % 2 == 0 else (second, first):
+        first = number % len(ways)
+        for way in (*ways[first:], *ways[:first]):
             yield number, way
 
 

@@ -104,7 +104,7 @@ class Pair:
         prompts = [prefix + question for question in own]
         seconds: dict[Engine, list[float]] = {with_cache: [], without: []}
         outputs: dict[Engine, list[RequestOutput]] = {with_cache: [], without: []}
-        turns = in_turn(without, with_cache, config.rounds)
+        turns = in_turn((without, with_cache), config.rounds)
         name, total = f"prefix of {num_prefix}", 2 * config.rounds
         for number, engine in tqdm(turns, name, total, leave=False, unit="run"):
             salt = f"{num_prefix} tokens, round {number}"
@@ -139,7 +139,7 @@ class Pair:
         config, engine, cached_tokens = self._config, self._with_cache, 0
         prompt = prefix_tokens(self._encode, config.prefill_tokens)
         seconds: dict[str, list[float]] = {"cached": [], "uncached": []}
-        turns = in_turn("uncached", "cached", config.prefill_rounds)
+        turns = in_turn(("uncached", "cached"), config.prefill_rounds)
         total = 2 * config.prefill_rounds
         for number, kind in tqdm(turns, "single prompts", total, leave=False, unit="prompt"):
             salt = f"{kind}, round {number}"

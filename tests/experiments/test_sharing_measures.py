@@ -262,7 +262,7 @@ def test_a_cut_prompt_is_the_end_of_the_history(engine_with):
 
 
 def test_each_round_has_both_and_the_first_alternates():
-    assert list(in_turn("a", "b", 3)) == [
+    assert list(in_turn(("a", "b"), 3)) == [
         (0, "a"),
         (0, "b"),
         (1, "b"),
