@@ -101,7 +101,7 @@ def render(chat: Mapping[str, Any], messages: Sequence[Message], tokenizer: Toke
 
 def shown(value: Any) -> str:
     """The beginning of its repr, in one line."""
-    return " ".join(repr(value).split())[:80]
+    return one_line(repr(value))[:80]
 
 
 def _schemas(tools: Any) -> list[dict[str, Any]] | None:
